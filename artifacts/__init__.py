@@ -1,0 +1,1 @@
+"""The on-disk artifact format: schema, writer, reader, trust, certificates."""

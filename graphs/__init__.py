@@ -1,0 +1,1 @@
+"""The model: configuration, checkpoint, step functions and their capture as FX graphs."""

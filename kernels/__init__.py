@@ -1,0 +1,1 @@
+"""One op per file: reference, registration and native kernels."""

@@ -1,0 +1,1 @@
+"""Compiler passes over FX graphs, their manager, and the lowering of the result."""

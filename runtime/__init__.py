@@ -1,0 +1,1 @@
+"""Runs artifacts: loading, caches, scheduling, sampling. Needs no model code and no compiler."""
