@@ -1,0 +1,43 @@
+"""Hyper-connections: four residual streams, mixed before and after every sublayer (spec/model.md 3.3-3.5).
+
+The collapse of a sublayer uses the `pre` weights that the previous sublayer computed, the first one stream 0.
+"""
+
+import torch
+from torch import Tensor
+
+from deepinfer.graphs.config import ModelConfig
+from deepinfer.graphs.context import Scope, ordered_sum
+from deepinfer.kernels import mhc_mix
+
+
+def mix(
+    residual: Tensor, weights: Scope, sublayer: str, config: ModelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `pre [T, n]`, `post [T, n]`, `comb [T, n, n]` (source, target) float32 of a sublayer (3.3)."""
+    pre, post, comb = mhc_mix(
+        residual,
+        weights[f"hc_{sublayer}_fn"],
+        weights[f"hc_{sublayer}_base"],
+        weights[f"hc_{sublayer}_scale"],
+        config.hc_sinkhorn_iters,
+        config.rms_norm_eps,
+        config.hc_eps,
+    )
+    return pre, post, comb
+
+
+def first_stream(num_rows: int, num_streams: int) -> Tensor:
+    """Return the collapse weights of the very first sublayer: stream 0 alone, `[T, n]` float32."""
+    return (torch.arange(num_streams) == 0).float().expand(num_rows, num_streams)
+
+
+def collapse(residual: Tensor, pre: Tensor) -> Tensor:
+    """Weigh the streams of `residual [T, n, D]` by `pre [T, n]`; float32 sum, rounded once (3.4)."""
+    return ordered_sum(pre.unsqueeze(-1) * residual.float(), 1).to(residual.dtype)
+
+
+def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Add a sublayer's output `y [T, D]` to the mixed streams: `[T, n, D]` in the dtype of `residual`."""
+    mixed = ordered_sum(comb.unsqueeze(-1) * residual.float().unsqueeze(2), 1)
+    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(residual.dtype)

@@ -1,0 +1,68 @@
+"""The step functions: one forward pass over a batch of rows (spec/model.md 2). They are the model.
+
+Run as they are, they are the eager model; traced, they become the graphs. Caches are mutated in place.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deepinfer.graphs.attention import attention
+from deepinfer.graphs.config import ModelConfig
+from deepinfer.graphs.context import PhaseName, StepContext, Tap, unchanged
+from deepinfer.graphs.engram import engram, write_history_and_hash
+from deepinfer.graphs.hyper_connections import collapse, expand, first_stream, mix
+from deepinfer.graphs.moe import moe
+from deepinfer.graphs.records import Precision
+from deepinfer.graphs.rows import Rows, StepInputs
+from deepinfer.kernels import linear, rms_norm
+
+
+def forward_step(
+    phase: PhaseName,
+    config: ModelConfig,
+    precision: Precision,
+    weights: Mapping[str, Tensor],
+    inputs: StepInputs,
+    caches: Mapping[str, Tensor],
+    tap: Tap = unchanged,
+) -> Tensor:
+    """Run all layers over the step's rows and return the final normed hidden rows `[T, D]`.
+
+    `tap` sees named values of every layer and may replace them: graphs export intermediate results this way,
+    and comparisons feed one implementation with those of another. `engram`, `attn` and `ffn` are the streams
+    `[T, n, D]` after that part of the layer; other names are sublayer inputs and outputs and decisions.
+    """
+    rows = Rows.from_inputs(inputs)
+    ctx = StepContext(config, precision, phase, weights, caches, rows, tap)
+    if config.engram_layer_ids:
+        write_history_and_hash(ctx)
+    hidden = weights["embed"][rows.token_ids].to(precision.dtype)
+    residual = hidden.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
+    pre = first_stream(rows.positions.shape[0], config.hc_mult)
+    for layer in range(config.num_hidden_layers):
+        residual, pre = _layer(ctx, layer, residual, pre)
+    return rms_norm(collapse(residual, pre), weights["norm"], config.rms_norm_eps)
+
+
+def _layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    weights, eps = ctx.layer_weights(layer), ctx.config.rms_norm_eps
+    if layer in ctx.config.engram_layer_ids:
+        residual = ctx.tap(layer, "engram", engram(ctx, layer, residual))
+    attn_pre, post, comb = mix(residual, weights, "attn", ctx.config)
+    y = ctx.tap(
+        layer, "attn_y", attention(ctx, layer, rms_norm(collapse(residual, pre), weights["attn_norm"], eps))
+    )
+    residual = ctx.tap(layer, "attn", expand(y, residual, post, comb))
+    ffn_pre, post, comb = mix(residual, weights, "ffn", ctx.config)
+    y = ctx.tap(
+        layer, "ffn_y", moe(ctx, layer, rms_norm(collapse(residual, attn_pre), weights["ffn_norm"], eps))
+    )
+    residual = ctx.tap(layer, "ffn", expand(y, residual, post, comb))
+    return residual, ffn_pre
+
+
+def logits_step(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    """Return float32 logits `[N, vocab]` of final hidden rows `[N, D]` (spec 11)."""
+    return linear(hidden, weights["head"], torch.float32)
