@@ -1,0 +1,66 @@
+"""Random numbers of the sampler: Philox4x32-10 as a pure function of (seed, stream), vectorised.
+
+There is no state and no call count: the same (seed, stream) gives the same word in any batch, in any order,
+after any restart. Owns the numbering of streams (spec engine B.5). Knows nothing of tokens or logits.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+ROW_STRIDE: Final = 10_000_019  # positions between two rows of one request; a prime above any context length
+CASES: Final = 3
+FRESH: Final = 0  # an ordinary draw
+RESAMPLE: Final = 1  # the draw after a rejected draft token
+COIN: Final = 2  # the coin that accepts or rejects a draft token
+
+_ROUNDS = 10
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+Words = NDArray[np.uint64]  # every entry is below 2**32
+
+
+def philox4x32(counter: tuple[ArrayLike, ...], key: tuple[ArrayLike, ArrayLike]) -> tuple[Words, ...]:
+    """Ten rounds of Philox4x32 over four counter words and two key words (all broadcast together).
+
+    Returns the four output words as uint64 arrays with values below 2**32.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = (np.asarray(word, dtype=np.uint64) for word in key)
+    for round_index in range(_ROUNDS):
+        round_key_0 = (k0 + np.uint64(round_index * _WEYL_0 & 0xFFFFFFFF)) & _LOW
+        round_key_1 = (k1 + np.uint64(round_index * _WEYL_1 & 0xFFFFFFFF)) & _LOW
+        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1  # 32 x 32 -> 64 bits, exact
+        c0, c1, c2, c3 = (
+            (product_1 >> _HALF) ^ c1 ^ round_key_0,
+            product_1 & _LOW,
+            (product_0 >> _HALF) ^ c3 ^ round_key_1,
+            product_0 & _LOW,
+        )
+    return c0, c1, c2, c3
+
+
+def stream(position: ArrayLike, case: int, row: ArrayLike = 0) -> Words:
+    """Number of the stream for `case` at `position`, `row` rows into the step (spec engine B.5.2).
+
+    position: index, within prompt plus output, of the token that the draw makes.
+    """
+    assert 0 <= case < CASES, case
+    place = np.asarray(position, dtype=np.uint64) + np.asarray(row, dtype=np.uint64) * np.uint64(ROW_STRIDE)
+    return place * np.uint64(CASES) + np.uint64(case)
+
+
+def random_word(seeds: ArrayLike, streams: ArrayLike) -> Words:
+    """32 random bits per (seed, stream): word 0 of Philox with the seed as key, the stream as counter."""
+    seeds = np.asarray(seeds, dtype=np.uint64)
+    streams = np.asarray(streams, dtype=np.uint64)
+    return philox4x32((streams & _LOW, streams >> _HALF, 0, 0), (seeds & _LOW, seeds >> _HALF))[0]
+
+
+def integer_draw(words: ArrayLike, bounds: ArrayLike) -> Words:
+    """Integers in [0, bound) from 32-bit words; bounds up to 2**32."""
+    return (np.asarray(words, dtype=np.uint64) * np.asarray(bounds, dtype=np.uint64)) >> _HALF
