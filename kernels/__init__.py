@@ -1,1 +1,40 @@
-"""One op per file: reference, registration and native kernels."""
+"""Operations of the model: one file per op with its definition, and native kernels behind the same names.
+
+`OPS` is the complete list. Each entry is called like a function; see `registry.py` for what the call does.
+"""
+
+from deepinfer.kernels.linear import linear
+from deepinfer.kernels.linear_fp4 import linear_fp4
+from deepinfer.kernels.linear_fp8 import linear_fp8
+from deepinfer.kernels.mhc_mix import mhc_mix
+from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
+from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
+from deepinfer.kernels.registry import Op, captured_ops
+from deepinfer.kernels.rms_norm import rms_norm
+
+OPS: tuple[Op, ...] = (
+    rms_norm,
+    linear,
+    linear_fp8,
+    linear_fp4,
+    mhc_mix,
+    quantize_fp8,
+    dequantize_fp8,
+    quantize_fp4,
+    dequantize_fp4,
+)
+
+__all__ = [
+    "OPS",
+    "Op",
+    "captured_ops",
+    "dequantize_fp4",
+    "dequantize_fp8",
+    "linear",
+    "linear_fp4",
+    "linear_fp8",
+    "mhc_mix",
+    "quantize_fp4",
+    "quantize_fp8",
+    "rms_norm",
+]

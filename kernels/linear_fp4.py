@@ -1,0 +1,100 @@
+"""Expert linear layer: packed E2M1 weights, one power-of-two scale per row and 32 inputs (spec 8.2, 12.4).
+
+    y[r, p] = W[expert_ids[r, p]] . x[r, p]    (x[r, 0] if x has one vector per row; 0 where the id is -1)
+
+Shapes    x [rows, 1 | P, K] bf16 | fp32, weight uint8 [E, N, K/2], scale uint8 [E, N, K/32],
+          expert_ids int64 [rows, P] in -1 .. E-1 -> y [rows, P, N] like x
+Numerics  as `linear_fp8.py`. Weights of an expert that no row uses are not read.
+Native    order of sums as in `linear.py`; the pairs of one expert share each decoded weight tile.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer.errors import UsageError
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.formats import (
+    FP8_GROUP,
+    dequantize_fp4_groups,
+    dequantize_fp8_groups,
+    pad_rows,
+    quantize_fp8_groups,
+)
+from deepinfer.kernels.registry import Op
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, expert_ids: torch.Tensor) -> None:
+    check_tensor("linear_fp4", "x", x, (None, None, None), FLOAT_DTYPES)
+    rows, vectors, inputs = x.shape
+    check_multiple("linear_fp4", "last axis of x", inputs, FP8_GROUP)
+    check_tensor("linear_fp4", "weight", weight, (None, None, inputs // 2), (torch.uint8,))
+    experts, outputs, _ = weight.shape
+    check_tensor("linear_fp4", "scale", scale, (experts, outputs, inputs // FP8_GROUP), (torch.uint8,))
+    check_tensor("linear_fp4", "expert_ids", expert_ids, (rows, None), (torch.int64,))
+    if vectors not in (1, expert_ids.shape[1]):
+        raise UsageError(
+            f"must have 1 or {expert_ids.shape[1]} vectors per row, got {vectors}", where="linear_fp4: x"
+        )
+
+
+def linear_fp4_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    expert_ids: torch.Tensor,
+    quantize_activation: bool,
+) -> torch.Tensor:
+    """The definition; see the module text. Dequantises one expert at a time, so memory is bounded."""
+    _check(x, weight, scale, expert_ids)
+    rows, picks = expert_ids.shape
+    used = [expert for expert in expert_ids.unique().tolist() if expert != -1]
+    if used and not 0 <= min(used) <= max(used) < weight.shape[0]:
+        raise UsageError(
+            f"must lie in -1 .. {weight.shape[0] - 1}, got {min(used)} .. {max(used)}",
+            where="linear_fp4: expert_ids",
+        )
+    x32 = dequantize_fp8_groups(*quantize_fp8_groups(x)) if quantize_activation else x.to(torch.float32)
+    pairs = x32.expand(rows, picks, x.shape[2])
+    y = x32.new_zeros(rows, picks, weight.shape[1])
+    for expert in used:
+        row, pick = (expert_ids == expert).nonzero(as_tuple=True)
+        matrix = dequantize_fp4_groups(weight[expert], scale[expert], "e8m0")
+        y[row, pick] = (pad_rows(pairs[row, pick]) @ matrix.T)[: len(row)]
+    return y.to(x.dtype)
+
+
+def linear_fp4_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    expert_ids: torch.Tensor,
+    quantize_activation: bool,
+) -> torch.Tensor:
+    """Shape rule."""
+    _check(x, weight, scale, expert_ids)
+    return x.new_empty((expert_ids.shape[0], expert_ids.shape[1], weight.shape[1]))
+
+
+def _make_inputs(
+    rows: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 1, 160, generator=generator).to(dtype)
+    weight = torch.randint(0, 256, (6, 72, 80), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(121, 124, (6, 72, 5), generator=generator, dtype=torch.uint8)
+    expert_ids = torch.randint(-1, 6, (rows, 3), generator=generator)
+    return x, weight, scale, expert_ids, dtype == torch.bfloat16
+
+
+linear_fp4 = Op(
+    name="linear_fp4",
+    schema=(
+        "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation) "
+        "-> Tensor"
+    ),
+    reference=linear_fp4_reference,
+    fake=linear_fp4_fake,
+    make_inputs=_make_inputs,
+    tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (2.0**-7, 2e-6)},
+)

@@ -1,0 +1,85 @@
+"""Linear layer: E4M3 weights, one power-of-two scale per 32 x 32 tile, G independent groups (spec 12.4).
+
+    y[r, g, n] = sum_k W[g, n, k] * x[r, g, k]
+    W[g, n, k] = e4m3(weight[g, n, k]) * 2^(scale[g, n/32, k/32] - 127)
+
+Shapes    x [rows, G, K] bf16 | fp32, weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)]
+          -> y [rows, G, N] like x
+Numerics  With `quantize_activation`, x first goes through the FP8 quantiser per 32 inputs (spec 12.2; K must
+          be a multiple of 32). Dequantised operands are exact in float32, sums are float32, one rounding at
+          the end. Without it (wo_a, float32 precision) x is taken as it is; the weights are exact in either
+          case. A NaN in x makes its row (of its group) NaN.
+Native    order of sums as in `linear.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.formats import (
+    FP8_GROUP,
+    dequantize_fp8_groups,
+    e4m3_to_float,
+    e8m0_to_float,
+    pad_rows,
+    quantize_fp8_groups,
+)
+from deepinfer.kernels.registry import Op
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool) -> None:
+    check_tensor("linear_fp8", "x", x, (None, None, None), FLOAT_DTYPES)
+    _, groups, inputs = x.shape
+    check_tensor("linear_fp8", "weight", weight, (groups, None, inputs), (torch.uint8,))
+    tiles = (groups, -(-weight.shape[1] // FP8_GROUP), -(-inputs // FP8_GROUP))
+    check_tensor("linear_fp8", "scale", scale, tiles, (torch.uint8,))
+    if quantize_activation:
+        check_multiple("linear_fp8", "last axis of x", inputs, FP8_GROUP)
+
+
+def dequantize_tiles(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)] -> float32 [G, N, K], exact."""
+    _, outputs, inputs = weight.shape
+    factor = e8m0_to_float(scale).repeat_interleave(FP8_GROUP, 1)[:, :outputs]
+    return e4m3_to_float(weight) * factor.repeat_interleave(FP8_GROUP, 2)[:, :, :inputs]
+
+
+def linear_fp8_reference(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool
+) -> torch.Tensor:
+    """The definition; see the module text."""
+    _check(x, weight, scale, quantize_activation)
+    x32 = dequantize_fp8_groups(*quantize_fp8_groups(x)) if quantize_activation else x.to(torch.float32)
+    operand = pad_rows(x32)
+    matrices = dequantize_tiles(weight, scale)
+    products = [operand[:, group] @ matrices[group].T for group in range(x.shape[1])]
+    return torch.stack(products, dim=1)[: x.shape[0]].to(x.dtype)
+
+
+def linear_fp8_fake(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool
+) -> torch.Tensor:
+    """Shape rule."""
+    _check(x, weight, scale, quantize_activation)
+    return x.new_empty((x.shape[0], x.shape[1], weight.shape[1]))
+
+
+def _make_inputs(
+    rows: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 1, 160, generator=generator).to(dtype)
+    weight = (torch.randn(1, 72, 160, generator=generator) * 64).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.randint(115, 119, (1, 3, 5), generator=generator, dtype=torch.uint8)
+    return x, weight, scale, dtype == torch.bfloat16
+
+
+linear_fp8 = Op(
+    name="linear_fp8",
+    schema="linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor",
+    reference=linear_fp8_reference,
+    fake=linear_fp8_fake,
+    make_inputs=_make_inputs,
+    tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (2.0**-7, 2e-6)},
+)

@@ -1,0 +1,91 @@
+"""What an operation is, and how a call to it is routed.
+
+An `Op` ties one name to its definition in plain PyTorch (the reference), its dispatcher schema, its shape
+rule for tracing, sample inputs and tolerances. Called as it is, an op runs its reference: that is the eager
+model. Inside `captured_ops()` the same call goes to `torch.ops.deepinfer.<name>`, which the C++ library
+registers, so that `torch.export` records one opaque node.
+
+Knows nothing about single operations, nor about how the library is built (`native.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer.errors import CaptureError
+
+NAMESPACE = "deepinfer"
+
+_captured: contextvars.ContextVar[bool] = contextvars.ContextVar("deepinfer_captured_ops", default=False)
+_fakes_registered: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of the project.
+
+    `schema` is the dispatcher schema without the namespace; the C++ library defines the same text.
+    `reference(*args)` is the definition; `fake(*args)` gives empty outputs of the right shape and dtype and
+    makes the same checks. `make_inputs(rows, dtype, seed)` gives arguments of a small realistic case.
+    `tolerance[dtype]` is (rtol, atol) of the native kernel against the reference on such inputs.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    make_inputs: Callable[[int, torch.dtype, int], tuple[Any, ...]]
+    tolerance: dict[torch.dtype, tuple[float, float]]
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the reference; inside `captured_ops()`, call the registered operation instead."""
+        if _captured.get():
+            return self.native(*args)
+        return self.reference(*args)
+
+    def native(self, *args: Any) -> Any:
+        """Call the registered operation. Raises CaptureError if the op library is not loaded."""
+        return self.overload()(*args)
+
+    def overload(self) -> torch._ops.OpOverload:
+        """`torch.ops.deepinfer.<name>.default`. Raises CaptureError if the op library is not loaded."""
+        packet = getattr(getattr(torch.ops, NAMESPACE), self.name, None)
+        if packet is None:
+            raise CaptureError(
+                f"the operation {self.name} is not registered",
+                where="op library",
+                action="load it first: deepinfer.kernels.native.load_op_library(build_op_library(isa))",
+            )
+        return packet.default
+
+
+def register_fakes(ops: tuple[Op, ...]) -> None:
+    """Register the shape rule of every op, once per process. Raises CaptureError without the op library."""
+    for op in ops:
+        if op.name not in _fakes_registered:
+            op.overload()
+            torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
+            _fakes_registered.add(op.name)
+
+
+@contextlib.contextmanager
+def captured_ops() -> Iterator[None]:
+    """Within the block every Op call goes to the dispatcher, so that a trace records one node per call.
+
+    Raises CaptureError if the op library is not loaded. Restores the former routing on exit, also after an
+    exception; other threads and tasks are not affected.
+    """
+    from deepinfer.kernels import OPS
+
+    register_fakes(OPS)
+    token = _captured.set(True)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
