@@ -1,0 +1,209 @@
+"""What all commands share: the environment, strict argument parsing, one-line errors and exit codes.
+
+stdout carries the result and nothing else; progress and errors go to stderr. No command shows a traceback
+unless DEEPINFER_LOG=debug.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import msgspec
+
+from deepinfer import __version__
+from deepinfer.errors import DeepInferError, ResourceError, SettingsError, UsageError
+from deepinfer.progress import Progress, TerminalProgress
+from deepinfer.settings_map import replacement_for
+
+EXIT_DIFFERENT = 1
+EXIT_INTERNAL = 70  # sysexits' EX_SOFTWARE: 1 would read as "different"
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+LogLevel = Literal["debug", "info", "warning"]
+_VARIABLES = ("DEEPINFER_CACHE", "DEEPINFER_LOG", "DEEPINFER_DUMP")
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """The three environment variables, checked."""
+
+    cache_dir: Path | None = None
+    log: LogLevel = "warning"
+    dump_dir: Path | None = None
+
+
+def read_environment(variables: Mapping[str, str]) -> Environment:
+    """Check every `DEEPINFER_*` variable; raises SettingsError for an unknown one or a bad value."""
+    for name in sorted(variables):
+        if not name.startswith("DEEPINFER_") or name in _VARIABLES:
+            continue
+        raise SettingsError(
+            "unknown environment variable",
+            where=name,
+            action=replacement_for(name) or f"known are {', '.join(_VARIABLES)}",
+        )
+    log = variables.get("DEEPINFER_LOG", "warning")
+    if log not in ("debug", "info", "warning"):
+        raise SettingsError(f"must be debug, info or warning, not {log!r}", where="DEEPINFER_LOG")
+    return Environment(
+        cache_dir=_folder(variables, "DEEPINFER_CACHE"),
+        log=log,  # type: ignore[arg-type]
+        dump_dir=_folder(variables, "DEEPINFER_DUMP"),
+    )
+
+
+def _folder(variables: Mapping[str, str], name: str) -> Path | None:
+    value = variables.get(name)
+    if value is None:
+        return None
+    if not value or not Path(value).is_absolute():
+        raise SettingsError("must be an absolute path", where=name)
+    return Path(value)
+
+
+class StrictParser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of printing, and takes no abbreviated flags."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, where=self.prog, action=f"see {self.prog} --help")
+
+
+def add_output_flags(parser: argparse.ArgumentParser, json_help: str) -> None:
+    """`--json`, `-q` and `--version`, the same for every command."""
+    parser.add_argument("--json", action="store_true", help=json_help)
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
+
+
+def existing_folder(path: Path, what: str) -> Path:
+    """`path` itself; raises UsageError when it is not a folder."""
+    if not path.exists():
+        raise UsageError("does not exist", where=f"{what} {path}")
+    if not path.is_dir():
+        raise UsageError("is not a folder", where=f"{what} {path}")
+    return path
+
+
+def integer_list(text: str) -> list[int]:
+    """Comma-separated integers. Raises ArgumentTypeError, with the item at fault."""
+    numbers = []
+    for item in text.split(","):
+        word = item.strip()
+        if not word.lstrip("+-").isdecimal() or len(word) > 20:
+            raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {word[:40]!r}")
+        numbers.append(int(word))
+    return numbers
+
+
+def join_lists(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Let `--rows 4 8` mean `--rows 4,8`: numbers after one of `flags` become a single argument."""
+    joined: list[str] = []
+    collecting = False
+    for argument in arguments:
+        number = argument.replace(",", "").isdecimal()
+        if collecting and number and joined[-1] not in flags:
+            joined[-1] += f",{argument}"
+        else:
+            joined.append(argument)
+            collecting = argument in flags or (collecting and number)
+    return joined
+
+
+def progress_for(arguments: argparse.Namespace) -> Progress:
+    """Progress on stderr, or none with `-q`."""
+    return Progress() if arguments.quiet else TerminalProgress()
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write a report file; raises UsageError naming it when that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
+def to_json(value: object, *, indent: int | None = None) -> str:
+    """JSON of plain data; numbers that JSON does not have (NaN, infinities) become null."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def run_command(command: Callable[[Sequence[str], Environment], int], arguments: Sequence[str] | None) -> int:
+    """Run a command's body and turn whatever goes wrong into one line and an exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in given
+    debug = os.environ.get("DEEPINFER_LOG") == "debug"
+    try:
+        code = command(given, read_environment(os.environ))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except DeepInferError as error:
+        return _report(error, as_json=as_json, debug=debug)
+    except MemoryError:
+        return _report(ResourceError("memory ran out"), as_json=as_json, debug=debug)
+    except OSError as error:
+        place = str(error.filename) if error.filename is not None else None
+        failure = ResourceError(f"the system refused: {error.strerror or error}", where=place)
+        return _report(failure, as_json=as_json, debug=debug)
+    except Exception as error:  # the last line of defence: a user never meets a traceback
+        return _report(error, as_json=as_json, debug=debug)
+    return code
+
+
+def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
+    """Print an error on stderr (and as an object on stdout for machines); returns the exit code."""
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    if isinstance(error, DeepInferError):
+        code, text = error.code, str(error)
+        exit_code = error.exit_code if error.exit_code != EXIT_DIFFERENT else EXIT_INTERNAL
+        fields = {"code": code, "what": error.what, "where": error.where, "action": error.action}
+    else:
+        exit_code = EXIT_INTERNAL
+        what = f"unexpected {type(error).__name__}: {error}"
+        action = "this is a defect: report it as CONTRIBUTING.md says, with the output of DEEPINFER_LOG=debug"
+        text = f"[DI999] {what} ({action})"
+        fields = {"code": "DI999", "what": what, "where": None, "action": action}
+    print(" ".join(text.split()), file=sys.stderr)
+    if as_json:
+        try:
+            print(to_json({"error": {**fields, "exit_code": exit_code}}), flush=True)
+        except BrokenPipeError:
+            _abandon_stdout()
+    return exit_code
+
+
+def _abandon_stdout() -> None:
+    """The reader of stdout is gone: point it nowhere, so that the flush at exit stays silent."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is not a real file, in tests
+        pass
+    finally:
+        os.close(null)

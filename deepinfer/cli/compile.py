@@ -1,0 +1,113 @@
+"""`deepinfer-compile`: a checkpoint in, an artifact out."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from deepinfer.cli.common import (
+    Environment,
+    StrictParser,
+    add_output_flags,
+    existing_folder,
+    integer_list,
+    join_lists,
+    progress_for,
+    run_command,
+    to_json,
+)
+from deepinfer.settings import UNSET, load_settings
+
+if TYPE_CHECKING:
+    from deepinfer.compile import CompileResult
+
+_LISTS = ("--decode-rows", "--prefill-tokens")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags; every setting without a flag is in docs/settings.md."""
+    parser = StrictParser(
+        prog="deepinfer-compile",
+        description="Compile a DeepSeek-V4.1-Flash checkpoint into an artifact that runs without a compiler.",
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="folder with config.json and safetensors")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="artifact to write")
+    parser.add_argument(
+        "--precision", choices=("native", "float32"), default=UNSET, help="numbers to compute with (native)"
+    )
+    parser.add_argument(
+        "--decode-rows", metavar="N,...", type=integer_list, default=UNSET, help="decode batch sizes (4)"
+    )
+    parser.add_argument(
+        "--prefill-tokens", metavar="N,...", type=integer_list, default=UNSET, help="prefill chunk sizes (16)"
+    )
+    parser.add_argument(
+        "--max-model-len", metavar="N", type=int, default=UNSET, help="longest prompt plus answer, in tokens"
+    )
+    parser.add_argument(
+        "--max-num-seqs", metavar="N", type=int, default=UNSET, help="requests that run at once (8)"
+    )
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, default=UNSET, help="worker processes (physical cores)"
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in YAML; flags win over it")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_output_flags(parser, "print the result as one JSON object")
+    return parser
+
+
+def run(arguments: Sequence[str], environment: Environment) -> int:
+    """Build the artifact and print what it holds. Raises DeepInferError."""
+    options = build_parser().parse_args(join_lists(arguments, _LISTS))
+    settings = load_settings(
+        options.config,
+        compile_flags={
+            "precision": options.precision,
+            "decode_rows": options.decode_rows,
+            "prefill_tokens": options.prefill_tokens,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "jobs": options.jobs,
+        },
+    )
+    model = existing_folder(options.model, "MODEL")
+    from deepinfer.compile import compile_model
+
+    with progress_for(options) as progress:
+        result = compile_model(
+            model, options.output, settings.compile, force=options.force, progress=progress
+        )
+    print(to_json(_as_dict(result)) if options.json else _as_text(result))
+    return 0
+
+
+def _as_dict(result: "CompileResult") -> dict[str, object]:
+    return {
+        "artifact_id": result.artifact_id,
+        "out_dir": str(result.out_dir),
+        "graphs": [msgspec.to_builtins(graph) for graph in result.graphs],
+        "weights_bytes": result.weights_bytes,
+        "seconds": result.seconds,
+    }
+
+
+def _as_text(result: "CompileResult") -> str:
+    lines = [
+        f"graph      {graph.name:<14} {graph.nodes:>7,} nodes {graph.rewrites:>6,} rewrites"
+        f" {graph.seconds:8.1f} s"
+        for graph in result.graphs
+    ]
+    lines += [
+        f"weights    {result.weights_bytes / 1e6:,.1f} MB",
+        f"artifact   {result.artifact_id}",
+        f"wrote      {result.out_dir} in {result.seconds:.1f} s",
+        f"next       deepinfer generate {result.out_dir} --prompt-token-ids 1,2,3",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `deepinfer-compile`; returns the exit code."""
+    return run_command(run, arguments)

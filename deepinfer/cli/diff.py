@@ -1,0 +1,58 @@
+"""`deepinfer-diff`: is what was compiled equal to the eager model it came from?"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepinfer.cli.common import (
+    EXIT_DIFFERENT,
+    Environment,
+    StrictParser,
+    add_output_flags,
+    existing_folder,
+    progress_for,
+    run_command,
+    to_json,
+    write_report,
+)
+from deepinfer.cli.prompts import read_prompts
+from deepinfer.diff_report import to_html, to_junit
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = StrictParser(
+        prog="deepinfer-diff",
+        description="Compare every graph of an artifact with the eager model. Exit 0: equal, 1: different.",
+    )
+    parser.add_argument("artifact", metavar="OUT", type=Path, help="artifact to check")
+    parser.add_argument("--model", metavar="MODEL", type=Path, required=True, help="checkpoint it came from")
+    parser.add_argument("--prompts-file", metavar="F", type=Path, help="JSON lines to compare on")
+    parser.add_argument("--report", metavar="F.html", type=Path, help="write a report for people")
+    parser.add_argument("--junit", metavar="F.xml", type=Path, help="write a report for CI systems")
+    add_output_flags(parser, "print the whole comparison as one JSON object")
+    return parser
+
+
+def run(arguments: Sequence[str], environment: Environment) -> int:
+    """Compare, print, write the reports; 1 when a tolerance is exceeded. Raises DeepInferError."""
+    options = build_parser().parse_args(arguments)
+    artifact = existing_folder(options.artifact, "OUT")
+    model = existing_folder(options.model, "MODEL")
+    given = read_prompts(options.prompts_file) if options.prompts_file else None
+    from deepinfer.diff import diff_artifact
+
+    with progress_for(options) as progress:
+        report = diff_artifact(artifact, model, given, progress=progress)
+    content = report.to_dict()
+    print(to_json(content) if options.json else report.to_text())
+    if options.report:
+        write_report(options.report, to_html(content))
+    if options.junit:
+        write_report(options.junit, to_junit(content))
+    return 0 if report.passed else EXIT_DIFFERENT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `deepinfer-diff`; returns the exit code."""
+    return run_command(run, arguments)

@@ -1,0 +1,81 @@
+"""`deepinfer generate`: prompts in, tokens and text out."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deepinfer.cli.common import add_output_flags, integer_list, to_json
+from deepinfer.cli.prompts import Prompt, check_prompt, read_prompts
+from deepinfer.settings import UNSET, load_settings
+
+if TYPE_CHECKING:
+    from deepinfer.runtime.outputs import RequestOutput
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The flags of `deepinfer generate`."""
+    parser = commands.add_parser(
+        "generate",
+        help="generate tokens from prompts",
+        description="Generate tokens; greedy unless --temperature is above 0.",
+    )
+    parser.add_argument("artifact", metavar="OUT", type=Path, help="artifact to run")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", help="one prompt as text")
+    prompts.add_argument("--prompt-token-ids", metavar="N,...", type=integer_list, help="one prompt as ids")
+    prompts.add_argument("--prompts-file", metavar="F", type=Path, help="JSON lines, one prompt each")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=16, help="most tokens to add (16)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    parser.add_argument(
+        "--num-threads", metavar="N", type=int, default=UNSET, help="threads (physical cores)"
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings in YAML; flags win over it")
+    add_output_flags(parser, "print one JSON object per request")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the artifact, generate for all prompts together, print in order. Raises DeepInferError."""
+    serve = load_settings(options.config, serve_flags={"num_threads": options.num_threads}).serve.resolved()
+    prompts = _prompts(options)
+    from deepinfer.runtime.llm import LLM
+    from deepinfer.runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+    llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
+    outputs = llm.generate(prompts, params)
+    for index, output in enumerate(outputs):
+        print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
+    if not options.quiet:
+        added = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(f"{added} tokens for {len(outputs)} requests", file=sys.stderr)
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.prompts_file:
+        return read_prompts(options.prompts_file)
+    if options.prompt is not None:
+        return [check_prompt(options.prompt, "--prompt")]
+    return [check_prompt(options.prompt_token_ids, "--prompt-token-ids")]
+
+
+def _as_dict(index: int, output: "RequestOutput") -> dict[str, object]:
+    completion = output.outputs[0]
+    return {
+        "index": index,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "timing_seconds": output.timing_seconds,
+    }
+
+
+def _as_text(index: int, output: "RequestOutput", total: int) -> str:
+    completion = output.outputs[0]
+    text = completion.text
+    if text is None:
+        text = ",".join(str(token) for token in completion.token_ids)
+    return text if total == 1 else f"[{index}] {text}"
