@@ -79,8 +79,13 @@ class StrictParser(argparse.ArgumentParser):
 
 def add_output_flags(parser: argparse.ArgumentParser, json_help: str) -> None:
     """`--json`, `-q` and `--version`, the same for every command."""
+    add_version_flag(parser)
     parser.add_argument("--json", action="store_true", help=json_help)
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
+
+
+def add_version_flag(parser: argparse.ArgumentParser) -> None:
+    """`--version`, which prints and exits 0."""
     parser.add_argument("--version", action="version", version=f"deepinfer {__version__}")
 
 

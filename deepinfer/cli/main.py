@@ -9,6 +9,7 @@ from deepinfer.cli.common import (
     Environment,
     StrictParser,
     add_output_flags,
+    add_version_flag,
     existing_folder,
     run_command,
     to_json,
@@ -18,6 +19,7 @@ from deepinfer.cli.common import (
 def build_parser() -> argparse.ArgumentParser:
     """The subcommands and their flags."""
     parser = StrictParser(prog="deepinfer", description="Run and examine compiled artifacts.")
+    add_version_flag(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     generate.add_parser(commands)
     for name, summary in (
@@ -47,10 +49,19 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _trust(options: argparse.Namespace) -> int:
-    from deepinfer.artifacts.trust import trust_artifact
+    from deepinfer.artifacts.reader import open_artifact
+    from deepinfer.artifacts.trust import TrustStore
 
-    artifact_id = trust_artifact(options.artifact)
-    print(to_json({"artifact_id": artifact_id}) if options.json else f"trusted    {artifact_id}")
+    with open_artifact(options.artifact) as artifact:  # never trust what is damaged
+        artifact_id = artifact.artifact_id
+    store = TrustStore()
+    store.trust(artifact_id)
+    origin = store.origin(artifact_id)
+    print(
+        to_json({"artifact_id": artifact_id, "origin": origin})
+        if options.json
+        else f"{origin}    {artifact_id}"
+    )
     return 0
 
 

@@ -1,0 +1,335 @@
+"""What a user meets when something is wrong: one line, the right exit code, never a traceback."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from deepinfer.cli import compile as compile_command
+from deepinfer.cli import diff as diff_command
+from deepinfer.cli import main as main_command
+from deepinfer.cli.common import join_lists, read_environment, to_json
+from deepinfer.cli.prompts import MAX_LINE_BYTES, read_prompts
+from deepinfer.errors import (
+    ArtifactUntrustedError,
+    BuildError,
+    CheckpointError,
+    DeepInferError,
+    RequestError,
+    ResourceError,
+    SettingsError,
+    UsageError,
+)
+
+Stub = Callable[[str, str, object], None]
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("DEEPINFER_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """Put a stand-in in place of a module's attribute, without importing the real module."""
+
+    def put(module: str, attribute: str, value: object) -> None:
+        stand_in = ModuleType(module)
+        setattr(stand_in, attribute, value)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+
+    return put
+
+
+def _raise(error: BaseException) -> Callable[..., object]:
+    def act(*_: object, **__: object) -> object:
+        raise error
+
+    return act
+
+
+def _one_line(text: str) -> str:
+    assert text.count("\n") == 1 and text.endswith("\n") and "Traceback" not in text, text
+    return text.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ([], "required: MODEL, -o/--output"),
+        (["DIR"], "required: -o/--output"),
+        (["DIR", "-o", "x", "--decode-rows", "a"], "integers separated by commas"),
+        (["DIR", "-o", "x", "--decode-rows", "4,,8"], "integers separated by commas"),
+        (["DIR", "-o", "x", "--decode-rows", "0"], "compile.decode_rows: expected int >= 1"),
+        (["DIR", "-o", "x", "--decode-rows", "-4"], "compile.decode_rows"),
+        (["DIR", "-o", "x", "--jobs", "0"], "compile.jobs"),
+        (["DIR", "-o", "x", "--jobs", "two"], "--jobs"),
+        (["DIR", "-o", "x", "--precision", "bf16"], "invalid choice"),
+        (["DIR", "-o", "x", "--max-model-len", "1"], "compile.max_model_len"),
+        (["DIR", "-o", "x", "--no-such-flag"], "--no-such-flag"),
+        (["DIR", "-o", "x", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
+        (["/no/such/model", "-o", "x"], "MODEL /no/such/model: does not exist"),
+        ([__file__, "-o", "x"], "is not a folder"),
+    ],
+)
+def test_bad_use_of_compile(
+    arguments: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(tmp_path) if argument == "DIR" else argument for argument in arguments]
+    assert compile_command.main(given) == 2
+    assert fault in _one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["generate", "DIR"], "one of the arguments --prompt --prompt-token-ids --prompts-file is required"),
+        (["generate", "DIR", "--prompt", "a", "--prompt-token-ids", "1"], "not allowed with"),
+        (["generate", "DIR", "--prompt", ""], "--prompt: the prompt is empty"),
+        (["generate", "DIR", "--prompt", "\udcff"], "not valid Unicode"),
+        (["generate", "DIR", "--prompt-token-ids", ""], "integers separated by commas"),
+        (["generate", "DIR", "--prompt-token-ids", "1,x"], "integers separated by commas"),
+        (["generate", "DIR", "--prompt-token-ids=-1"], "token id -1 is out of range"),
+        (["generate", "DIR", "--prompt-token-ids", "99999999999"], "out of range"),
+        (["generate", "DIR", "--prompt", "a", "--num-threads", "0"], "serve.num_threads"),
+        (["generate", "DIR", "--prompt", "a", "--seed", "x"], "--seed"),
+        (["generate", "/no/such", "--prompt", "a"], "OUT /no/such: does not exist"),
+        (["generate", "DIR", "--prompts-file", "/no/such"], "/no/such: cannot be read"),
+        (["inspect", "/no/such"], "does not exist"),
+        (["trust", "/no/such"], "does not exist"),
+        (["fly"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_use_of_an_artifact(
+    arguments: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(tmp_path) if argument == "DIR" else argument for argument in arguments]
+    assert main_command.main(given) == 2
+    assert fault in _one_line(capsys.readouterr().err)
+
+
+def test_bad_use_of_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, fault in (
+        ([str(tmp_path)], "required: --model"),
+        (["/no/such", "--model", str(tmp_path)], "OUT /no/such: does not exist"),
+        ([str(tmp_path), "--model", "/no/such"], "MODEL /no/such: does not exist"),
+    ):
+        assert diff_command.main(given) == 2
+        assert fault in _one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("DEEPINFER_CAHCE", "/x", "unknown environment variable (known are DEEPINFER_CACHE"),
+        ("DEEPINFER_BATCH_INVARIANT", "1", "always on"),
+        ("DEEPINFER_ENABLE_MTP_VARLEN", "1", "not available yet: serve.variable_draft_length"),
+        ("DEEPINFER_LOG", "loud", "must be debug, info or warning"),
+        ("DEEPINFER_CACHE", "relative", "must be an absolute path"),
+        ("DEEPINFER_DUMP", "", "must be an absolute path"),
+    ],
+)
+def test_a_wrong_environment_variable_stops_every_command(
+    name: str,
+    value: str,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    for command in (main_command, compile_command, diff_command):
+        assert command.main([str(tmp_path)]) == 2
+        line = _one_line(capsys.readouterr().err)
+        assert line.startswith("[DI110]") and name in line and fault in line
+
+
+def test_the_three_variables_are_read() -> None:
+    assert read_environment({"PATH": "x"}).cache_dir is None
+    environment = read_environment(
+        {"DEEPINFER_CACHE": "/c", "DEEPINFER_LOG": "debug", "DEEPINFER_DUMP": "/d"}
+    )
+    assert (environment.cache_dir, environment.log, environment.dump_dir) == (Path("/c"), "debug", Path("/d"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SettingsError("x"), 2),
+        (CheckpointError("truncated", where="model.safetensors", action="copy it again"), 3),
+        (BuildError("x"), 3),
+        (ArtifactUntrustedError("x"), 4),
+        (ResourceError("x"), 5),
+        (MemoryError(), 5),
+        (OSError(28, "No space left on device", "out.di"), 5),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+        (DeepInferError("x"), 70),
+        (RuntimeError("boom\nsecond line"), 70),
+    ],
+)
+def test_each_kind_of_failure_has_its_exit_code(
+    error: BaseException, code: int, tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.compile", "compile_model", _raise(error))
+    assert compile_command.main([str(tmp_path), "-o", str(tmp_path / "out"), "-q"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    if code != 141:
+        _one_line(printed.err)
+
+
+def test_a_failure_is_an_object_on_stdout_for_machines(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = CheckpointError("truncated", where="a.safetensors", action="copy it again")
+    stub("deepinfer.compile", "compile_model", _raise(error))
+    assert compile_command.main([str(tmp_path), "-o", "out", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out) == {
+        "error": {
+            "code": "DI210",
+            "what": "truncated",
+            "where": "a.safetensors",
+            "action": "copy it again",
+            "exit_code": 3,
+        }
+    }
+    assert compile_command.main(["--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "DI100"
+
+
+def test_a_traceback_appears_only_when_debugging(
+    tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.compile", "compile_model", _raise(RuntimeError("boom")))
+    arguments = [str(tmp_path), "-o", "out"]
+    assert compile_command.main(arguments) == 70
+    assert "report it" in _one_line(capsys.readouterr().err)
+    monkeypatch.setenv("DEEPINFER_LOG", "debug")
+    assert compile_command.main(arguments) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_compile_hands_over_the_settings_and_prints_the_result(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def compile_model(model: Path, out: Path, config: object, *, force: bool, progress: object) -> object:
+        calls.append((model, out, config, force))
+        graph = {"name": "decode-4", "nodes": 1200, "rewrites": 7, "seconds": 1.5}
+        return SimpleNamespace(
+            artifact_id="ab", out_dir=out, graphs=[graph], weights_bytes=2_000_000, seconds=2.0
+        )
+
+    stub("deepinfer.compile", "compile_model", compile_model)
+    settings = tmp_path / "x.yaml"
+    settings.write_text("compile: {precision: float32, jobs: 3, isa: avx2}")
+    arguments = f"{tmp_path} -o {tmp_path}/out --config {settings} --decode-rows 8 4 --jobs 2 --force --json"
+    assert compile_command.main(arguments.split()) == 0
+    ((model, out, config, force),) = calls
+    assert (model, out, force) == (tmp_path, tmp_path / "out", True)
+    assert (config.precision, config.decode_rows, config.jobs, config.isa) == ("float32", (4, 8), 2, "avx2")
+    assert json.loads(capsys.readouterr().out)["graphs"][0]["nodes"] == 1200
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_diff_ends_with_its_verdict_and_writes_both_reports(
+    passed: bool, code: int, tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = {
+        "artifact_id": "ab",
+        "model": "m",
+        "precision": "float32",
+        "passed": passed,
+        "tolerances": {"max_abs_error": 1e-4},
+        "graphs": [],
+        "sublayers": [],
+        "first_differing_layer": None,
+        "explanation": "",
+    }
+    report = SimpleNamespace(passed=passed, to_dict=lambda: content, to_text=lambda: "the verdict")
+    stub("deepinfer.diff", "diff_artifact", lambda *_, **__: report)
+    html, xml = tmp_path / "r.html", tmp_path / "r.xml"
+    given = [str(tmp_path), "--model", str(tmp_path), "--report", str(html), "--junit", str(xml)]
+    assert diff_command.main(given) == code
+    assert capsys.readouterr().out == "the verdict\n"
+    assert "</html>" in html.read_text() and "</testsuites>" in xml.read_text()
+    assert diff_command.main([*given, "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == content
+    assert diff_command.main([*given[:3], "--report", str(tmp_path / "no" / "r.html")]) == 2
+    assert "cannot be written" in _one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"", "is not a JSON object"),
+        (b"hello", "is not a JSON object"),
+        (b"[1, 2]", "object"),
+        (b"{}", "exactly one of"),
+        (b'{"prompt": null}', "exactly one of"),
+        (b'{"prompt": "a", "prompt_token_ids": [1]}', "exactly one of"),
+        (b'{"prompt": "a", "prompt": "b"}', "a key appears twice"),
+        (b'{"prompt": "a", "temperature": 1}', "temperature"),
+        (b'{"prompt": 5}', "expected str"),
+        (b'{"prompt": ""}', "the prompt is empty"),
+        (b'{"prompt": "\\ud800"}', "not valid Unicode"),
+        (b'{"prompt_token_ids": []}', "the prompt is empty"),
+        (b'{"prompt_token_ids": [true]}', "expected int"),
+        (b'{"prompt_token_ids": [1.5]}', "expected int"),
+        (b'{"prompt_token_ids": [-1]}', "out of range"),
+        (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "line 2"),
+        (b'{"prompt": "\xff"}', "is not a JSON object"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'"' + b"a" * MAX_LINE_BYTES, "is longer than"),
+    ],
+)
+def test_a_wrong_line_of_a_prompts_file_is_named(line: bytes, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n' + line + b"\n")
+    with pytest.raises(RequestError) as raised:
+        read_prompts(path)
+    assert "line 2" in str(raised.value) and fault.lower() in str(raised.value).lower()
+
+
+def test_a_good_prompts_file_is_read_in_order_and_an_empty_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "h\\u00e9"}\r\n{"prompt_token_ids": [0, 511]}')
+    assert read_prompts(path) == ["hé", [0, 511]]
+    path.write_text("\n")
+    with pytest.raises(UsageError, match="holds no prompts"):
+        read_prompts(path)
+
+
+def test_numbers_after_a_list_flag_are_one_list() -> None:
+    given = ["m", "-o", "3", "--decode-rows", "4", "8,16", "--jobs", "2", "--prefill-tokens", "16", "32"]
+    flags = ("--decode-rows", "--prefill-tokens")
+    expected = ["m", "-o", "3", "--decode-rows", "4,8,16", "--jobs", "2", "--prefill-tokens", "16,32"]
+    assert join_lists(given, flags) == expected
+    assert join_lists(["--decode-rows", "model", "4"], flags) == ["--decode-rows", "model", "4"]
+
+
+def test_json_output_has_no_number_that_json_lacks() -> None:
+    text = to_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": Path("x"), "d": "é"})
+    assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": "x", "d": "é"} and "é" in text
+
+
+def test_a_closed_pipe_ends_quietly(
+    tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    stub("deepinfer.artifacts.inspect", "describe", lambda _: {"a": 1})
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert main_command.main(["inspect", str(tmp_path)]) == 141
+    assert capsys.readouterr().err == ""
