@@ -5,8 +5,6 @@ One frozen record, filled from the artifact's manifest and passed down; nothing 
 
 from dataclasses import dataclass
 
-TOKENS_PER_BLOCK = 128  # token positions per cache block, in every layout
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -17,28 +15,27 @@ class Limits:
     logits_buckets: tuple[int, ...]  # hidden rows of one logits call
     prefill_table_size: int  # lines of the request table of a prefill step
     max_model_len: int  # prompt plus output tokens of one request
+    block_tokens: int  # token positions of one cache block
     num_blocks: int  # cache blocks, with block 0 which nobody owns
     num_slots: int  # state slots, with slot 0 which nobody owns
     vocab_size: int
-    hidden_size: int
     eos_token_ids: tuple[int, ...] = ()
     image_token_id: int | None = None  # stands for image rows, so text prompts may not hold it
 
     def __post_init__(self) -> None:
         for buckets in (self.prefill_buckets, self.decode_buckets, self.logits_buckets):
             assert buckets and buckets[0] >= 1 and list(buckets) == sorted(set(buckets)), buckets
-        assert self.prefill_table_size >= 1 and self.max_model_len >= 2, self
+        assert min(self.prefill_table_size, self.block_tokens) >= 1 and self.max_model_len >= 2, self
         assert self.num_blocks >= 2 and self.num_slots >= 2, self
 
     @property
     def max_blocks_per_request(self) -> int:
         """Width of a block table."""
-        return blocks_for(self.max_model_len)
+        return self.blocks_for(self.max_model_len)
 
-
-def blocks_for(num_tokens: int) -> int:
-    """Cache blocks that hold positions 0 .. num_tokens - 1."""
-    return -(-num_tokens // TOKENS_PER_BLOCK)
+    def blocks_for(self, num_tokens: int) -> int:
+        """Cache blocks that hold positions 0 .. num_tokens - 1."""
+        return -(-num_tokens // self.block_tokens)
 
 
 def smallest_bucket(buckets: tuple[int, ...], rows: int) -> int:
