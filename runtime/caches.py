@@ -1,0 +1,82 @@
+"""Memory of the caches: two arenas of bytes, and the typed region views that graphs read and mutate.
+
+The layout comes from the artifact; this file allocates and addresses it, and knows nothing of what the
+records mean nor of who owns a block (that is `block_pool.py`).
+
+A block or slot that changes owner is not cleared. It need not be: a graph masks every read by position, and a
+request writes an entry, a ring slot or an open group before the first step that may read it, so the bytes of
+an earlier owner are never visible. Arenas are anonymous memory maps: untouched pages cost nothing.
+"""
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepinfer.artifacts.schema import CacheLayout, CacheRegion
+from deepinfer.errors import ResourceError
+
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class CacheArenas:
+    """The block arena, the slot arena, and one view of either per region."""
+
+    blocks: Tensor  # uint8 [num_blocks * block_bytes]
+    slots: Tensor  # uint8 [num_slots * slot_bytes]
+    regions: dict[str, Tensor]  # in layout order: [num_blocks or num_slots, entries, *record_shape]
+
+    @classmethod
+    def allocate(cls, layout: CacheLayout) -> "CacheArenas":
+        """Reserves both arenas, zero-filled. Raises ResourceError if the memory is not to be had."""
+        blocks = _allocate(layout.num_blocks * layout.block_bytes, "cache blocks")
+        slots = _allocate(layout.num_slots * layout.slot_bytes, "state slots")
+        regions = {
+            region.name: _view(blocks, layout.num_blocks, layout.block_bytes, region)
+            if region.kind == "paged"
+            else _view(slots, layout.num_slots, layout.slot_bytes, region)
+            for region in layout.regions
+        }
+        return cls(blocks, slots, regions)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of address space of both arenas."""
+        return self.blocks.numel() + self.slots.numel()
+
+
+def _allocate(num_bytes: int, what: str) -> Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError) as error:
+        raise ResourceError(
+            f"{num_bytes} bytes for {what} are not to be had: {error}",
+            action="build the artifact with a smaller max_model_len or max_num_seqs",
+        ) from error
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map alive
+
+
+def _view(arena: Tensor, count: int, unit_bytes: int, region: CacheRegion) -> Tensor:
+    """The region inside every unit of the arena, [count, entries, *record_shape], without a copy."""
+    dtype = _DTYPES[region.dtype]
+    record = math.prod(region.record_shape)
+    end = region.offset_bytes + region.entries * record * dtype.itemsize
+    # The reader has checked the layout; a view past its unit would corrupt memory, so look once more.
+    if end > unit_bytes or region.offset_bytes % dtype.itemsize or unit_bytes % dtype.itemsize:
+        raise AssertionError(f"region {region.name} does not fit its unit of {unit_bytes} bytes: {region}")
+    strides = [math.prod(region.record_shape[axis + 1 :]) for axis in range(len(region.record_shape))]
+    return arena.view(dtype).as_strided(
+        (count, region.entries, *region.record_shape),
+        (unit_bytes // dtype.itemsize, record, *strides),
+        region.offset_bytes // dtype.itemsize,
+    )

@@ -1,0 +1,215 @@
+"""Runs one step: fills static input tensors, replays the compiled graphs, returns logits.
+
+Owns the step contract between scheduler and graphs: which tensors, in which order, with which padding.
+Decides nothing: the batch says what to compute. Inputs live in tensors allocated once per graph and filled
+through NumPy views, so a step allocates no inputs and a replay always reads the same addresses.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.runtime.limits import Limits, smallest_bucket
+from deepinfer.runtime.request import Batch
+
+PREFILL, DECODE, LOGITS = "prefill", "decode", "logits"
+_NO_BLOCKS: tuple[int, ...] = ()
+
+
+class Graph(Protocol):
+    """One compiled graph with its weights bound."""
+
+    def run(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Calls the graph; cache regions among the inputs are mutated in place."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What the engine needs: the sizes, and logits for a batch."""
+
+    limits: Limits
+
+    def run(self, batch: Batch) -> Tensor:
+        """float32 logits [len(batch.sampled_requests), vocab], valid until the next call."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """Static inputs of one prefill or decode graph (T rows, R table lines), as tensors and NumPy views."""
+
+    tensors: list[Tensor]  # int64, in the order in which the graph takes them
+    token_ids: NDArray[np.int64]  # [T], 0 for padding rows
+    positions: NDArray[np.int64]  # [T], -1 for padding rows
+    request_index: NDArray[np.int64]  # [T] row -> table line; padding rows 0 (decode: always 0 .. T - 1)
+    block_table: NDArray[np.int64]  # [R, max_blocks_per_request], 0 = none
+    slot_ids: NDArray[np.int64]  # [R], 0 = none
+    num_computed_tokens: NDArray[np.int64]  # [R] position of the request's first row of this step
+    row_starts: NDArray[np.int64]  # [R] index of that row
+    row_counts: NDArray[np.int64]  # [R] its rows in this step, 0 = unused line
+    lines: list[tuple[int, ...]]  # [R] the tuple each table line was written from
+
+    @classmethod
+    def allocate(cls, rows: int, table_size: int, max_blocks: int) -> "StepBuffers":
+        """Buffers that hold padding only."""
+        shapes = [(rows,)] * 3 + [(table_size, max_blocks)] + [(table_size,)] * 4
+        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+        return cls(tensors, *(tensor.numpy() for tensor in tensors), [_NO_BLOCKS] * table_size)  # type: ignore[arg-type]
+
+
+class CpuModelRunner:
+    """Replays an artifact's CPU graphs over its caches. One step at a time; not thread-safe."""
+
+    def __init__(self, limits: Limits, graphs: Mapping[str, Graph], regions: Mapping[str, Tensor]) -> None:
+        """graphs: by name, `decode-4`; regions: cache views in layout order, mutated by every step."""
+        self.limits = limits
+        self._graphs = graphs
+        self._regions = list(regions.values())
+        self._buffers: dict[tuple[str, int], StepBuffers] = {}
+        for phase, buckets in ((PREFILL, limits.prefill_buckets), (DECODE, limits.decode_buckets)):
+            for bucket in buckets:
+                table_size = bucket if phase == DECODE else limits.prefill_table_size
+                self._buffers[phase, bucket] = StepBuffers.allocate(
+                    bucket, table_size, limits.max_blocks_per_request
+                )
+                if phase == DECODE:
+                    self._buffers[phase, bucket].request_index[:] = np.arange(bucket)
+        self._hidden: dict[int, Tensor] = {}  # logits bucket -> its static input [bucket, hidden]
+        self._logits = torch.empty((0, limits.vocab_size))
+
+    def run(self, batch: Batch) -> Tensor:
+        """Computes a batch; returns float32 logits [len(batch.sampled_requests), vocab], in row order."""
+        self.fill_step(batch)
+        hidden = self.replay(batch.phase, batch.bucket)[0]
+        return self._logits_of(hidden, sampled_rows(batch))
+
+    def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
+        """Runs the graph of `phase` at `bucket` on its static buffers as they are filled now."""
+        return self._graphs[f"{phase}-{bucket}"].run([*self._buffers[phase, bucket].tensors, *self._regions])
+
+    def fill_step(self, batch: Batch) -> StepBuffers:
+        """Writes a batch into the static buffers of its graph, after checking every index in it."""
+        buffers = self._buffers[batch.phase, batch.bucket]
+        if batch.phase == DECODE:
+            self._fill_decode_rows(batch, buffers)
+        else:
+            self._fill_prefill_rows(batch, buffers)
+        self._fill_table(batch, buffers)
+        return buffers
+
+    def _fill_decode_rows(self, batch: Batch, buffers: StepBuffers) -> None:
+        used = len(batch.rows)
+        buffers.token_ids[:used] = [rows.request.tokens(rows.start, 1)[0] for rows in batch.rows]
+        buffers.token_ids[used:] = 0
+        buffers.positions[:used] = [rows.start for rows in batch.rows]
+        buffers.positions[used:] = -1
+        buffers.row_starts[:used] = np.arange(used)
+
+    def _fill_prefill_rows(self, batch: Batch, buffers: StepBuffers) -> None:
+        row = 0
+        for line, rows in enumerate(batch.rows):
+            end = row + rows.count
+            buffers.token_ids[row:end] = rows.request.tokens(rows.start, rows.count)
+            buffers.positions[row:end] = np.arange(rows.start, rows.start + rows.count)
+            buffers.request_index[row:end] = line
+            buffers.row_starts[line] = row
+            row = end
+        buffers.token_ids[row:] = 0
+        buffers.positions[row:] = -1
+        buffers.request_index[row:] = 0
+
+    def _fill_table(self, batch: Batch, buffers: StepBuffers) -> None:
+        used = len(batch.rows)
+        starts = np.array([rows.start for rows in batch.rows])
+        counts = np.array([rows.count for rows in batch.rows])
+        slots = np.array([rows.request.slot_id for rows in batch.rows])
+        tables = [rows.request.block_table for rows in batch.rows]
+        self._check(batch, buffers, starts + counts, slots, tables)
+        for array, values in (
+            (buffers.slot_ids, slots),
+            (buffers.num_computed_tokens, starts),
+            (buffers.row_counts, counts),
+        ):
+            array[:used] = values
+            array[used:] = 0
+        buffers.row_starts[used:] = 0
+        tables += [_NO_BLOCKS] * (len(buffers.lines) - used)
+        for line, table in enumerate(tables):
+            if buffers.lines[line] is not table:  # a long table is written when it changes, not every step
+                buffers.block_table[line, : len(table)] = table
+                buffers.block_table[line, len(table) :] = 0
+                buffers.lines[line] = table
+
+    def _check(
+        self,
+        batch: Batch,
+        buffers: StepBuffers,
+        ends: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        tables: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Raises AssertionError unless every index is in range and nobody's memory is shared.
+
+        Kernels do not check: an index out of range would write over foreign memory. The scheduler never makes
+        one, so these are not `assert`s, which an optimised interpreter drops.
+        """
+        limits = self.limits
+        faults = {
+            "rows": batch.num_rows > batch.bucket or len(batch.rows) > len(buffers.lines),
+            "decode rows": batch.phase == DECODE and batch.num_rows != len(batch.rows),
+            "positions": ends.max() > limits.max_model_len or any(rows.start < 0 for rows in batch.rows),
+            "counts": any(rows.count < 1 for rows in batch.rows),
+            "slots": slots.min() < 1 or slots.max() >= limits.num_slots or len(set(slots)) != len(slots),
+            "table length": any(
+                len(table) * limits.block_tokens < end or len(table) > limits.max_blocks_per_request
+                for table, end in zip(tables, ends, strict=True)
+            ),
+            "token ids": buffers.token_ids.min() < 0 or buffers.token_ids.max() >= limits.vocab_size,
+        }
+        if any(table is not old for table, old in zip(tables, buffers.lines, strict=False)):
+            blocks = np.concatenate([np.array(table, dtype=np.int64) for table in tables])
+            faults["block ids"] = blocks.min() < 1 or blocks.max() >= limits.num_blocks
+            faults["shared blocks"] = len(np.unique(blocks)) != len(blocks)
+        if any(faults.values()):
+            wrong = ", ".join(name for name, fault in faults.items() if fault)
+            raise AssertionError(f"a {batch.phase} step of {len(batch.rows)} requests has wrong {wrong}")
+
+    def _logits_of(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """Logits of the named rows of `hidden` [T, D], computed in pieces of the logits buckets."""
+        buckets = self.limits.logits_buckets
+        if len(rows) <= buckets[-1]:
+            return self._logits_piece(hidden, rows) if len(rows) else self._gathered(0)
+        gathered = self._gathered(len(rows))
+        for first in range(0, len(rows), buckets[-1]):
+            piece = rows[first : first + buckets[-1]]
+            gathered[first : first + len(piece)] = self._logits_piece(hidden, piece)
+        return gathered
+
+    def _logits_piece(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """One call of the smallest logits graph that holds the rows; its padding rows are cut."""
+        bucket = smallest_bucket(self.limits.logits_buckets, len(rows))
+        if bucket not in self._hidden:
+            self._hidden[bucket] = hidden.new_zeros((bucket, hidden.shape[1]))
+        static = self._hidden[bucket]
+        torch.index_select(hidden, 0, torch.from_numpy(rows), out=static[: len(rows)])
+        static[len(rows) :] = 0
+        return self._graphs[f"{LOGITS}-{bucket}"].run([static])[0][: len(rows)]
+
+    def _gathered(self, rows: int) -> Tensor:
+        """The first rows of the buffer that holds the logits of several pieces."""
+        if rows > len(self._logits):
+            size = max(rows, self.limits.decode_buckets[-1])
+            self._logits = torch.empty((size, self.limits.vocab_size))
+        return self._logits[:rows]
+
+
+def sampled_rows(batch: Batch) -> NDArray[np.int64]:
+    """Indices of the rows that give a token: the newest row of each request that is reached."""
+    ends = np.cumsum([rows.count for rows in batch.rows]) - 1
+    makes_token = np.array([rows.makes_token for rows in batch.rows], dtype=bool)
+    return ends[makes_token]
