@@ -1,1 +1,119 @@
-"""The on-disk artifact format: schema, writer, reader, trust, certificates."""
+"""The on-disk artifact format: schema, writer, reader, trust, certificates. Imports no torch.
+
+An artifact is a plain directory:
+
+    manifest.json                       identity: canonical JSON; its SHA-256 is the artifact id
+    graphs/<phase>-<bucket>/            model.so, [model.json], signature.json, graph.txt, passes.json
+    native/                             libdeepinfer_ops.so (GPU machine code: *.cubin, *.json)
+    weights/*.safetensors               one store for all graphs
+    tokenizer/                          *.json, *.txt, *.jinja
+    reports/                            sidecars outside the identity: <kind>-<first 16 digits of the id>.json
+
+Writing (`writer.py`, `build_cache.py`)
+    ArtifactWriter(target, force=False)     context manager: the target appears complete or not at all
+      .add_file(path, data)                   write a file from memory
+      .add_file_from(path, source)            copy a file in
+      .create_file(path)                      context manager with `.write(data)`, for large files
+      .finish(manifest) -> artifact_id        fill in `files`, put the artifact in place
+    BuildCache(root, max_bytes=4 GiB)       `.get(key)`, `.put(key, files)`: build results by SHA-256 key
+    canonical_bytes(value) -> bytes         bytes of a struct: for signature.json, passes.json
+    graph_name(phase, bucket, taps=False)   the directory below graphs/
+
+Reading (`reader.py`, `inspect.py`)
+    open_artifact(directory, verify=True)   an OpenedArtifact: everything checked, nothing executed
+      .manifest .artifact_id .signatures .pass_reports .tensors .paths
+      .read_file(path) -> bytes               verified bytes
+      .open_file(path) -> descriptor          verified file, for a memory map or /proc/self/fd
+    TensorEntry                             where a weight lies: path, dtype, shape, offset, size_bytes
+    check_compatible(manifest, ...)         refuse another torch version, device, architecture or ISA
+    describe(directory) -> dict             what is inside; `render(facts)` makes text of it
+
+Trust and proof (`trust.py`, `certificate.py`)
+    TrustStore(directory=None)              `.record_built(id)`, `.trust(id)`, `.forget(id)`,
+                                            `.is_trusted(id)`, `.origin(id)`, `.require(id, directory)`
+    write_certificate, read_certificate, list_certificates      compiled against eager, per graph
+    write_report, read_report               any other measurement
+
+Records (`schema.py`): Manifest with ModelInfo, WeightsInfo, Toolchain, Target, PassInfo, CacheLayout of
+CacheRegion, Limits, GraphEntry, FileEntry; GraphSignature of InputSpec, OutputSpec, ConstantSpec; PassReport
+of PassResult; Certificate of GraphResult; Report.
+"""
+
+from deepinfer.artifacts.build_cache import BuildCache
+from deepinfer.artifacts.canonical import artifact_id_of, canonical_bytes
+from deepinfer.artifacts.certificate import (
+    list_certificates,
+    read_certificate,
+    read_report,
+    write_certificate,
+    write_report,
+)
+from deepinfer.artifacts.inspect import describe, render
+from deepinfer.artifacts.reader import OpenedArtifact, check_compatible, open_artifact
+from deepinfer.artifacts.safetensors_index import TensorEntry
+from deepinfer.artifacts.schema import (
+    CacheLayout,
+    CacheRegion,
+    Certificate,
+    ConstantSpec,
+    FileEntry,
+    GraphEntry,
+    GraphResult,
+    GraphSignature,
+    InputSpec,
+    Limits,
+    Manifest,
+    ModelInfo,
+    OutputSpec,
+    PassInfo,
+    PassReport,
+    PassResult,
+    Report,
+    Target,
+    Toolchain,
+    WeightsInfo,
+)
+from deepinfer.artifacts.trust import TrustStore, default_trust_directory
+from deepinfer.artifacts.validation import graph_name
+from deepinfer.artifacts.writer import ArtifactWriter
+
+__all__ = [
+    "ArtifactWriter",
+    "BuildCache",
+    "CacheLayout",
+    "CacheRegion",
+    "Certificate",
+    "ConstantSpec",
+    "FileEntry",
+    "GraphEntry",
+    "GraphResult",
+    "GraphSignature",
+    "InputSpec",
+    "Limits",
+    "Manifest",
+    "ModelInfo",
+    "OpenedArtifact",
+    "OutputSpec",
+    "PassInfo",
+    "PassReport",
+    "PassResult",
+    "Report",
+    "Target",
+    "TensorEntry",
+    "Toolchain",
+    "TrustStore",
+    "WeightsInfo",
+    "artifact_id_of",
+    "canonical_bytes",
+    "check_compatible",
+    "default_trust_directory",
+    "describe",
+    "graph_name",
+    "list_certificates",
+    "open_artifact",
+    "read_certificate",
+    "read_report",
+    "render",
+    "write_certificate",
+    "write_report",
+]
