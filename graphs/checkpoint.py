@@ -12,10 +12,10 @@ from typing import NoReturn
 import torch
 
 from deepinfer.errors import CheckpointError
-from deepinfer.graphs.checkpoint_tensors import TensorSpec, expected_tensors, is_skipped
+from deepinfer.graphs.checkpoint_tensors import TensorSpec, is_skipped, iter_expected_tensors
 from deepinfer.graphs.config_schema import ModelConfig
 from deepinfer.graphs.safetensors_file import SafetensorsFile
-from deepinfer.graphs.strict_json import read_json_object
+from deepinfer.graphs.strict_json import printable, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -41,7 +41,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: str | Path, config: ModelConfig) -> None:
         self.model_dir, self.config = Path(model_dir), config
-        self._expected = expected_tensors(config)
+        self._expected: dict[str, TensorSpec] = {}
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
         self._digest: str | None = None
@@ -50,8 +50,10 @@ class Checkpoint:
         index = self._read_index()
         self._open_files(sorted(set(index.values())) if index is not None else [SINGLE_NAME])
         self._locate_tensors(index)
-        for name, spec in self._expected.items():
+        for name, spec in iter_expected_tensors(config):  # stops at the first that is missing
             self._check_tensor(name, spec)
+            self._expected[name] = spec
+        self._refuse_superfluous()
 
     # ---- opening ------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class Checkpoint:
         _fail(str(self.model_dir), f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", "download the weights")
 
     def _check_shard_name(self, tensor: str, shard: object) -> None:
-        where = f"{INDEX_NAME} tensor {tensor[:200]}"
+        where = f"{INDEX_NAME} tensor {printable(tensor)}"
         if not isinstance(shard, str):
             _fail(where, "the shard must be a file name")
         if shard.lower().endswith(_OTHER_FORMATS):
@@ -114,7 +116,7 @@ class Checkpoint:
     def _locate_tensors(self, index: dict[str, str] | None) -> None:
         for file_name, file in self._files.items():
             for name in file.tensors:
-                where = f"{file_name} tensor {name[:200]}"
+                where = f"{file_name} tensor {printable(name)}"
                 if name in self._file_of:
                     _fail(where, f"the tensor is also in {self._file_of[name].name}")
                 if index is not None and index.get(name) != file_name:
@@ -122,14 +124,19 @@ class Checkpoint:
                     _fail(
                         where, f"the index lists it in {listed}" if listed else "the index does not list it"
                     )
-                if name not in self._expected and not is_skipped(name):
-                    _fail(where, "the model described by config.json has no such tensor", "check config.json")
                 self._file_of[name] = file
         for name, file_name in (index or {}).items():
             if name not in self._file_of:
                 _fail(
-                    f"{file_name} tensor {name[:200]}", "the index lists the tensor here, the file lacks it"
+                    f"{file_name} tensor {printable(name)}",
+                    "the index lists the tensor here, the file lacks it",
                 )
+
+    def _refuse_superfluous(self) -> None:
+        for name, file in self._file_of.items():
+            if name not in self._expected and not is_skipped(name):
+                where = f"{file.name} tensor {printable(name)}"
+                _fail(where, "the model that config.json describes has no such tensor", "check config.json")
 
     def _check_tensor(self, name: str, spec: TensorSpec) -> None:
         file = self._file_of.get(name)

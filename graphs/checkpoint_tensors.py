@@ -108,14 +108,11 @@ def _layer(c: ModelConfig, layer: int) -> Iterator[_Entry]:
         yield from _engram(c, layer)
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor the text model needs, by its name on disk."""
+def iter_expected_tensors(config: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:
+    """Every tensor the text model needs, by its name on disk; lazily, as a config may ask for any number."""
     embedding = TensorSpec((config.vocab_size, config.hidden_size), _BF16)
-    table = {
-        "embed.weight": embedding,
-        "head.weight": embedding,
-        "norm.weight": TensorSpec((config.hidden_size,), _NORM),
-    }
+    yield "embed.weight", embedding
+    yield "head.weight", embedding
+    yield "norm.weight", TensorSpec((config.hidden_size,), _NORM)
     for layer in range(config.num_hidden_layers):
-        table.update(_layer(config, layer))
-    return table
+        yield from _layer(config, layer)

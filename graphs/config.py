@@ -7,14 +7,13 @@ files in the directory are not looked at.
 
 import dataclasses
 import logging
-import math
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deepinfer.errors import ConfigError, UnsupportedModelError
 from deepinfer.graphs.config_rules import check_rules
 from deepinfer.graphs.config_schema import MODEL_TYPE, TEXT_MODEL_TYPE, ModelConfig, RopeScaling
-from deepinfer.graphs.strict_json import read_json_object
+from deepinfer.graphs.strict_json import printable, read_json_object
 
 __all__ = ["MAX_CONFIG_BYTES", "ModelConfig", "RopeScaling", "load_config", "parse_config"]
 
@@ -74,7 +73,7 @@ _QUANTIZATION_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _where(key: str) -> str:
-    return f"config.json {key}"
+    return f"config.json {printable(key)}"
 
 
 def _show(value: Any) -> str:
@@ -111,7 +110,7 @@ def _int(key: str, value: Any, minimum: int, maximum: int) -> int:
 def _float(key: str, value: Any, maximum: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{_show(value)} must be a number", where=_where(key), action=_RESTORE)
-    if not (math.isfinite(value) and 0 < value <= maximum):
+    if not 0 < value <= maximum:  # false for NaN and infinity too
         raise ConfigError(
             f"{_show(value)} must be above 0 and at most {maximum:g}", where=_where(key), action=_RESTORE
         )

@@ -77,12 +77,11 @@ def _map_from_tokenizer(path: Path) -> list[int]:
             f"larger than {MAX_TOKENIZER_BYTES} bytes", where=path.name, action="restore the file"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return compress_tokens(Tokenizer.from_file(str(path)))
     except Exception as fault:  # the library raises Exception itself
         raise TokenizerError(
             f"cannot be read: {str(fault)[:300]}", where=path.name, action="restore the file"
         ) from fault
-    return compress_tokens(tokenizer)
 
 
 def _map_from_file(path: Path) -> list[int]:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from deepinfer.errors import CheckpointError
-from deepinfer.graphs.strict_json import parse_json_object
+from deepinfer.graphs.strict_json import parse_json_object, printable
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _RESTORE = "download the file again"
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 class SafetensorsFile:
@@ -70,12 +70,12 @@ class SafetensorsFile:
         self.tensors = self._check_header(header, size - self._data_start)
 
     def _fail(self, what: str, tensor: str | None = None) -> NoReturn:
-        where = self.name if tensor is None else f"{self.name} tensor {tensor[:200]}"
+        where = self.name if tensor is None else f"{self.name} tensor {printable(tensor)}"
         raise CheckpointError(what, where=where, action=_RESTORE)
 
     def _map_file(self, path: Path) -> tuple[int, mmap.mmap]:
         try:  # O_NONBLOCK: opening a pipe must not hang
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as fault:
             self._fail(f"cannot be opened: {fault.strerror}")
         try:
@@ -125,9 +125,9 @@ class SafetensorsFile:
             self._fail("the entry must have exactly dtype, shape and data_offsets", name)
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            self._fail(f"dtype {str(dtype)[:40]!r} is not known", name)
-        if not isinstance(shape, list) or not all(_is_size(dim) for dim in shape):
-            self._fail("the shape must be a list of sizes", name)
+            self._fail(f"dtype {printable(str(dtype), 40)} is not known", name)
+        if not isinstance(shape, list) or len(shape) > 8 or not all(_is_size(dim) for dim in shape):
+            self._fail("the shape must be a list of at most 8 sizes", name)
         if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(o) for o in offsets):
             self._fail("data_offsets must be two byte positions", name)
         begin, end = offsets

@@ -10,6 +10,11 @@ from typing import Any, NoReturn
 from deepinfer.errors import DeepInferError
 
 
+def printable(text: str, limit: int = 200) -> str:
+    """`text` of a file made fit for a message: shortened, and nothing but visible ASCII."""
+    return ascii(text[:limit])[1:-1]
+
+
 class _StrictJsonFault(ValueError):
     """What the parser's hooks raise; turned into the caller's error class with the file name."""
 
