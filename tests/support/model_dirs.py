@@ -1,0 +1,131 @@
+"""Model directories for tests: the released config, editable copies of the golden checkpoint, raw shards."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+)
+FIRST_SHARD, SECOND_SHARD = CHECKPOINT_FILES[3:]
+INDEX = CHECKPOINT_FILES[2]
+
+# The released text model, spec of its fields as published; the draft and vision parts as far as keys go.
+_RELEASE_TEXT: dict[str, Any] = {
+    "model_type": "deepseek_v41_text",
+    "vocab_size": 129280,
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "moe_intermediate_size": 2304,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1280,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "hidden_act": "silu",
+    "swiglu_limit": 10.0,
+    "rms_norm_eps": 1e-20,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 65536,
+    },
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0, 0, 0],
+    "kv_source_layer_ids": [2, 8, 14, 20],
+    "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+    "candidate_source_layer_id": 20,
+    "candidate_topk_blocks": 2048,
+    "candidate_block_size": 8,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "engram_layer_ids": [1, 14],
+    "engram_num_embeddings": [384006168, 384016682],
+    "engram_vocab_size": 16000000,
+    "engram_max_ngram_size": 4,
+    "engram_n_heads": 8,
+    "engram_head_dim": 256,
+    "engram_pad_token_id": 2,
+    "engram_compressed_vocab_size": 99092,
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [37, 38, 39],
+    "dspark_markov_rank": 256,
+    "dspark_n_routed_experts": 128,
+    "dspark_n_activated_experts": 3,
+}
+
+
+def release_config() -> dict[str, Any]:
+    """The content of the released model's config.json."""
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "image_token_id": 129264,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32],
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+        },
+        "text_config": copy.deepcopy(_RELEASE_TEXT),
+        "vision_config": {"num_hidden_layers": 32, "hidden_size": 1024},
+    }
+
+
+def copy_checkpoint(source: Path, target: Path) -> Path:
+    """Copy the files a checkpoint consists of into the new directory `target`."""
+    target.mkdir()
+    for name in CHECKPOINT_FILES:
+        shutil.copyfile(source / name, target / name)
+    return target
+
+
+def read_shard(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data section of a safetensors file."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_shard(path: Path, header: dict[str, Any] | bytes, data: bytes) -> None:
+    """Write a safetensors file as given, right or wrong."""
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change keys at the top of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
