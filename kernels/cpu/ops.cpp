@@ -1,0 +1,273 @@
+// Registration with torch: schemas, argument checks, allocation of results. The only file that sees torch.
+//
+// Schemas are the same text as in the Op records of the Python side; the loader compares them.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels.h"
+
+namespace deepinfer {
+
+void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body) {
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });
+}
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+constexpr int64_t kAny = -1;
+
+void check_dtype(const char* op, const char* name, const Tensor& t, std::initializer_list<ScalarType> allowed) {
+  bool found = false;
+  for (ScalarType dtype : allowed) found |= t.scalar_type() == dtype;
+  TORCH_CHECK(found, op, ": ", name, " has an unsupported dtype, ", c10::toString(t.scalar_type()));
+  TORCH_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous, got strides ", t.strides());
+}
+
+void check_shape(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+  bool same = t.dim() == int64_t(shape.size());
+  int64_t axis = 0;
+  for (int64_t size : shape) {
+    same = same && (size == kAny || t.size(axis) == size);
+    ++axis;
+  }
+  TORCH_CHECK(same, op, ": ", name, " must have shape ", at::IntArrayRef(shape), " (-1: any), got ", t.sizes());
+}
+
+void check_floats(const char* op, const char* name, const Tensor& t) {
+  check_dtype(op, name, t, {at::kBFloat16, at::kFloat});
+}
+
+void check_bytes(const char* op, const char* name, const Tensor& t) { check_dtype(op, name, t, {at::kByte}); }
+
+int64_t last_multiple(const char* op, const char* name, const Tensor& t, int64_t multiple) {
+  TORCH_CHECK(t.dim() > 0, op, ": ", name, " must have at least one axis");
+  int64_t size = t.size(-1);
+  TORCH_CHECK(size > 0 && size % multiple == 0, op, ": last axis of ", name, " must be a positive multiple of ",
+              multiple, ", got ", size);
+  return size;
+}
+
+Tensor empty(at::IntArrayRef shape, ScalarType dtype) { return at::empty(shape, at::TensorOptions().dtype(dtype)); }
+
+Tensor empty_with_last(const Tensor& like, int64_t last, ScalarType dtype) {
+  std::vector<int64_t> shape = like.sizes().vec();
+  shape.back() = last;
+  return empty(shape, dtype);
+}
+
+template <class T>
+const T* in(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <class T>
+T* out(Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// Calls body with a null pointer to bf16 or float, by dtype.
+template <class Body>
+void by_dtype(ScalarType dtype, const char* op, const Body& body) {
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op, ": out_dtype must be bfloat16 or float32, got ",
+              c10::toString(dtype));
+  dtype == at::kBFloat16 ? body(static_cast<bf16*>(nullptr)) : body(static_cast<float*>(nullptr));
+}
+
+#define TYPE(pointer) std::remove_pointer_t<decltype(pointer)>
+
+Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
+  check_floats("rms_norm", "x", x);
+  check_floats("rms_norm", "weight", weight);
+  TORCH_CHECK(x.dim() > 0, "rms_norm: x must have at least one axis");
+  int64_t size = x.size(-1);
+  check_shape("rms_norm", "weight", weight, {size});
+  Tensor y = empty(x.sizes(), x.scalar_type());
+  if (x.numel() == 0) return y;
+  by_dtype(x.scalar_type(), "rms_norm", [&](auto* t) {
+    by_dtype(weight.scalar_type(), "rms_norm", [&](auto* w) {
+      rms_norm(in<TYPE(t)>(x), in<TYPE(w)>(weight), float(eps), x.numel() / size, size, out<TYPE(t)>(y));
+    });
+  });
+  return y;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, ScalarType out_dtype) {
+  check_floats("linear", "x", x);
+  check_floats("linear", "weight", weight);
+  check_shape("linear", "x", x, {kAny, kAny});
+  check_shape("linear", "weight", weight, {kAny, x.size(1)});
+  int64_t rows = x.size(0), outputs = weight.size(0), inputs = x.size(1);
+  Tensor y = empty({rows, outputs}, out_dtype);
+  by_dtype(x.scalar_type(), "linear", [&](auto* t) {
+    by_dtype(weight.scalar_type(), "linear", [&](auto* w) {
+      by_dtype(out_dtype, "linear", [&](auto* o) {
+        linear(in<TYPE(t)>(x), in<TYPE(w)>(weight), rows, outputs, inputs, out<TYPE(o)>(y));
+      });
+    });
+  });
+  return y;
+}
+
+Tensor linear_fp8_op(const Tensor& x, const Tensor& weight, const Tensor& scale, bool quantize_activation) {
+  const char* op = "linear_fp8";
+  check_floats(op, "x", x);
+  check_bytes(op, "weight", weight);
+  check_bytes(op, "scale", scale);
+  check_shape(op, "x", x, {kAny, kAny, kAny});
+  int64_t rows = x.size(0), groups = x.size(1), inputs = x.size(2);
+  check_shape(op, "weight", weight, {groups, kAny, inputs});
+  int64_t outputs = weight.size(1);
+  check_shape(op, "scale", scale, {groups, (outputs + 31) / 32, (inputs + 31) / 32});
+  if (quantize_activation) last_multiple(op, "x", x, kFp8Group);
+  Tensor y = empty({rows, groups, outputs}, x.scalar_type());
+  by_dtype(x.scalar_type(), op, [&](auto* t) {
+    linear_fp8(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), quantize_activation, rows, groups, outputs,
+               inputs, out<TYPE(t)>(y));
+  });
+  return y;
+}
+
+Tensor linear_fp4_op(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& expert_ids,
+                     bool quantize_activation) {
+  const char* op = "linear_fp4";
+  check_floats(op, "x", x);
+  check_bytes(op, "weight", weight);
+  check_bytes(op, "scale", scale);
+  check_dtype(op, "expert_ids", expert_ids, {at::kLong});
+  check_shape(op, "x", x, {kAny, kAny, kAny});
+  int64_t rows = x.size(0), vectors = x.size(1), inputs = last_multiple(op, "x", x, kFp8Group);
+  check_shape(op, "weight", weight, {kAny, kAny, inputs / 2});
+  int64_t experts = weight.size(0), outputs = weight.size(1);
+  check_shape(op, "scale", scale, {experts, outputs, inputs / kFp8Group});
+  check_shape(op, "expert_ids", expert_ids, {rows, kAny});
+  int64_t picks = expert_ids.size(1);
+  TORCH_CHECK(vectors == 1 || vectors == picks, op, ": x must have 1 or ", picks, " vectors per row, got ", vectors);
+  const int64_t* ids = in<int64_t>(expert_ids);
+  for (int64_t i = 0; i < rows * picks; ++i) {
+    TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, op, ": expert_ids must lie in -1 .. ", experts - 1, ", got ", ids[i]);
+  }
+  Tensor y = empty({rows, picks, outputs}, x.scalar_type());
+  by_dtype(x.scalar_type(), op, [&](auto* t) {
+    linear_fp4(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), ids, quantize_activation, rows, vectors, picks,
+               experts, outputs, inputs, out<TYPE(t)>(y));
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> mhc_mix_op(const Tensor& residual, const Tensor& fn, const Tensor& base,
+                                              const Tensor& scale, int64_t sinkhorn_iters, double rms_eps,
+                                              double hc_eps) {
+  const char* op = "mhc_mix";
+  check_floats(op, "residual", residual);
+  check_dtype(op, "fn", fn, {at::kFloat});
+  check_dtype(op, "base", base, {at::kFloat});
+  check_dtype(op, "scale", scale, {at::kFloat});
+  check_shape(op, "residual", residual, {kAny, kAny, kAny});
+  int64_t rows = residual.size(0), streams = residual.size(1), width = residual.size(2);
+  TORCH_CHECK(streams >= 1 && streams <= 16, op, ": residual must have 1 to 16 streams, got ", streams);
+  int64_t outputs = (2 + streams) * streams;
+  check_shape(op, "fn", fn, {outputs, streams * width});
+  check_shape(op, "base", base, {outputs});
+  check_shape(op, "scale", scale, {3});
+  TORCH_CHECK(sinkhorn_iters >= 1, op, ": sinkhorn_iters must be at least 1, got ", sinkhorn_iters);
+  Tensor pre = empty({rows, streams}, at::kFloat), post = empty({rows, streams}, at::kFloat);
+  Tensor comb = empty({rows, streams, streams}, at::kFloat);
+  MixSettings settings{sinkhorn_iters, float(rms_eps), float(hc_eps)};
+  by_dtype(residual.scalar_type(), op, [&](auto* t) {
+    mhc_mix(in<TYPE(t)>(residual), in<float>(fn), in<float>(base), in<float>(scale), settings, rows, streams, width,
+            out<float>(pre), out<float>(post), out<float>(comb));
+  });
+  return {pre, post, comb};
+}
+
+Tensor quantize_fp8_op(const Tensor& x) {
+  check_floats("quantize_fp8", "x", x);
+  int64_t size = last_multiple("quantize_fp8", "x", x, kFp8Group);
+  Tensor record = empty_with_last(x, size + size / kFp8Group, at::kByte);
+  by_dtype(x.scalar_type(), "quantize_fp8", [&](auto* t) {
+    quantize_fp8(in<TYPE(t)>(x), x.numel() / size, size, out<uint8_t>(record));
+  });
+  return record;
+}
+
+Tensor dequantize_fp8_op(const Tensor& record, ScalarType out_dtype) {
+  check_bytes("dequantize_fp8", "record", record);
+  int64_t bytes = last_multiple("dequantize_fp8", "record", record, kFp8Group + 1);
+  int64_t size = bytes / (kFp8Group + 1) * kFp8Group;
+  Tensor y = empty_with_last(record, size, out_dtype);
+  by_dtype(out_dtype, "dequantize_fp8", [&](auto* t) {
+    dequantize_fp8(in<uint8_t>(record), record.numel() / bytes, size, out<TYPE(t)>(y));
+  });
+  return y;
+}
+
+ScaleFormat scale_format_of(const char* op, c10::string_view name) {
+  TORCH_CHECK(name == "e8m0" || name == "e4m3", op, ": scale_format must be 'e8m0' or 'e4m3', got '", name, "'");
+  return name == "e8m0" ? ScaleFormat::kE8M0 : ScaleFormat::kE4M3;
+}
+
+Tensor quantize_fp4_op(const Tensor& x, c10::string_view scale_format) {
+  ScaleFormat format = scale_format_of("quantize_fp4", scale_format);
+  check_floats("quantize_fp4", "x", x);
+  int64_t group = format == ScaleFormat::kE8M0 ? 32 : 16, size = last_multiple("quantize_fp4", "x", x, group);
+  Tensor record = empty_with_last(x, size / 2 + size / group, at::kByte);
+  by_dtype(x.scalar_type(), "quantize_fp4", [&](auto* t) {
+    quantize_fp4(in<TYPE(t)>(x), format, x.numel() / size, size, out<uint8_t>(record));
+  });
+  return record;
+}
+
+Tensor dequantize_fp4_op(const Tensor& record, c10::string_view scale_format, ScalarType out_dtype) {
+  ScaleFormat format = scale_format_of("dequantize_fp4", scale_format);
+  check_bytes("dequantize_fp4", "record", record);
+  int64_t group = format == ScaleFormat::kE8M0 ? 32 : 16;
+  int64_t bytes = last_multiple("dequantize_fp4", "record", record, group / 2 + 1);
+  int64_t size = bytes / (group / 2 + 1) * group;
+  Tensor y = empty_with_last(record, size, out_dtype);
+  by_dtype(out_dtype, "dequantize_fp4", [&](auto* t) {
+    dequantize_fp4(in<uint8_t>(record), format, record.numel() / bytes, size, out<TYPE(t)>(y));
+  });
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(deepinfer, m) {
+  // Exact strides: a compiler may not hand over another layout than the traced one.
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", tags);
+  m.def("linear(Tensor x, Tensor weight, ScalarType out_dtype) -> Tensor", tags);
+  m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor", tags);
+  m.def(
+      "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation) "
+      "-> Tensor",
+      tags);
+  m.def(
+      "mhc_mix(Tensor residual, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float rms_eps, "
+      "float hc_eps) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def("quantize_fp8(Tensor x) -> Tensor", tags);
+  m.def("dequantize_fp8(Tensor record, ScalarType out_dtype) -> Tensor", tags);
+  m.def("quantize_fp4(Tensor x, str scale_format) -> Tensor", tags);
+  m.def("dequantize_fp4(Tensor record, str scale_format, ScalarType out_dtype) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(deepinfer, CPU, m) {
+  m.impl("rms_norm", rms_norm_op);
+  m.impl("linear", linear_op);
+  m.impl("linear_fp8", linear_fp8_op);
+  m.impl("linear_fp4", linear_fp4_op);
+  m.impl("mhc_mix", mhc_mix_op);
+  m.impl("quantize_fp8", quantize_fp8_op);
+  m.impl("dequantize_fp8", dequantize_fp8_op);
+  m.impl("quantize_fp4", quantize_fp4_op);
+  m.impl("dequantize_fp4", dequantize_fp4_op);
+}
+
+}  // namespace deepinfer

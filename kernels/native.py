@@ -1,0 +1,278 @@
+"""Building and loading the C++ op library (`cpu/`).
+
+Building needs g++ and happens once per hash of everything that can change the result; loading needs the
+shared object alone. The bytes of the library depend on sources, flags, compiler, torch version and instruction
+set, never on a folder, a time or a user. Knows nothing about artifacts beyond the error classes: who may load
+which file is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from deepinfer.errors import ArtifactCorruptError, ArtifactMismatchError, LoweringError, ResourceError
+from deepinfer.kernels.registry import NAMESPACE
+
+SOURCE_DIR = Path(__file__).parent / "cpu"
+LIBRARY_NAME = "libdeepinfer_ops.so"
+# Levels from best to least, with the processor flags that make them up (x86-64 psABI).
+_AVX2 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
+ISA_LEVELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "avx512": ("x86-64-v4", (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")),
+    "avx2": ("x86-64-v3", _AVX2),
+}
+# Contraction is off so that only what says fma is fused: bits must not depend on the optimiser's mood.
+COMPILE_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-fno-ident",
+    "-Wno-psabi",
+    "-s",
+    "-Wl,--build-id=none",
+    "-Wl,--as-needed",
+    "-Wl,-z,relro,-z,now",
+)
+OUTPUT_TAIL_CHARS = 4000
+BUILD_TIMEOUT_SECONDS = 900
+
+_load_lock = threading.Lock()
+_loaded: list[tuple[str, Path]] = []  # at most one: (sha256, path) of the library of this process
+
+
+def host_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The best instruction-set level of this machine. Raises LoweringError if it has none of them."""
+    for level in ISA_LEVELS:
+        if supports_isa(level, cpuinfo):
+            return level
+    raise LoweringError(
+        f"this processor has none of the levels {', '.join(ISA_LEVELS)}",
+        where=str(cpuinfo),
+        action="use x86-64",
+    )
+
+
+def supports_isa(level: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine runs code of `level`; an unknown level is not supported."""
+    if level not in ISA_LEVELS:
+        return False
+    flags: set[str] = set()
+    with contextlib.suppress(FileNotFoundError):
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("flags"):
+                flags = set(line.partition(":")[2].split())
+                break
+    return flags.issuperset(ISA_LEVELS[level][1])
+
+
+def user_cache_dir() -> Path:
+    """Where libraries are kept unless the caller says otherwise."""
+    return Path.home() / ".cache" / "deepinfer" / "native"
+
+
+def build_op_library(
+    isa: str, cache_dir: Path | None = None, *, compiler: str = "g++", source_dir: Path = SOURCE_DIR
+) -> Path:
+    """Compile the op library for `isa`, or find it in the cache, and return its path.
+
+    Two processes may build at once: one compiles, the other waits and takes the result. An interrupted build
+    leaves no library. Raises LoweringError if the level is unknown, the compiler is missing or it fails, and
+    ResourceError if the cache directory is not this user's own.
+    """
+    if isa not in ISA_LEVELS:
+        raise LoweringError(f"unknown level {isa!r}", where="isa", action=f"one of {', '.join(ISA_LEVELS)}")
+    cache_dir = user_cache_dir() if cache_dir is None else cache_dir
+    _make_private(cache_dir)
+    target = cache_dir / f"{library_key(isa, compiler=compiler, source_dir=source_dir)[:32]}-{LIBRARY_NAME}"
+    if target.exists():
+        return target
+    with _locked(cache_dir / "build.lock"):
+        if not target.exists():
+            _compile(isa, target, compiler, source_dir)
+    return target
+
+
+def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DIR) -> str:
+    """Hash of everything that determines the library's bytes. Raises LoweringError without a compiler."""
+    sources = sorted((*source_dir.glob("*.cpp"), *source_dir.glob("*.h")))
+    inputs = {
+        "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
+        "flags": [*COMPILE_FLAGS, *_torch_flags("", "")],
+        "march": ISA_LEVELS[isa][0],
+        "compiler": compiler_version(compiler),
+        "torch": [torch.__version__, torch.version.git_version],
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def compiler_version(compiler: str = "g++") -> str:
+    """First line of `g++ --version` and the target machine. Raises LoweringError if there is no compiler."""
+    version = _run([_find(compiler), "--version"]).splitlines()[0]
+    return f"{version} {_run([_find(compiler), '-dumpmachine']).strip()}"
+
+
+def load_op_library(path: Path) -> None:
+    """Register the operations of the shared object `path` with torch; again with equal bytes does nothing.
+
+    Raises ArtifactCorruptError if the file is missing, ArtifactMismatchError if it cannot be loaded here,
+    lacks an operation, or if this process already holds a library with other contents.
+    """
+    with _load_lock:
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise ArtifactCorruptError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        if _loaded:
+            if _loaded[0][0] == digest:
+                return
+            raise ArtifactMismatchError(
+                f"another op library is loaded in this process, from {_loaded[0][1]}",
+                where=str(path),
+                action="open it in a new process",
+            )
+        if _registered("rms_norm") is not None:
+            raise ArtifactMismatchError(
+                "the operations are already registered by something else",
+                where=str(path),
+                action="open it in a new process",
+            )
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            raise ArtifactMismatchError(
+                f"cannot be loaded: {error}", where=str(path), action="build it again with this torch"
+            ) from error
+        _loaded.append((digest, path))
+        _check_schemas(path)
+
+
+def load_host_library(cache_dir: Path | None = None) -> Path:
+    """Build (or find) the library for this machine, load it, and return its path."""
+    path = build_op_library(host_isa(), cache_dir)
+    load_op_library(path)
+    return path
+
+
+def _check_schemas(path: Path) -> None:
+    from deepinfer.kernels import OPS
+
+    for op in OPS:
+        packet = _registered(op.name)
+        found = None if packet is None else str(packet.default._schema).removeprefix(f"{NAMESPACE}::")
+        if found != op.schema:
+            raise ArtifactMismatchError(
+                f"operation {op.name} is {'missing' if found is None else found}, expected {op.schema}",
+                where=str(path),
+                action="build it again with this version",
+            )
+
+
+def _registered(name: str) -> torch._ops.OpOverloadPacket | None:
+    return getattr(getattr(torch.ops, NAMESPACE), name, None)
+
+
+def _torch_flags(include_dir: str, library_dir: str) -> list[str]:
+    """Flags that name torch's folders; with empty folders, their part of the key."""
+    return [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-ffile-prefix-map={include_dir}=torch",
+        f"-isystem{include_dir}",
+        f"-L{library_dir}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+
+
+def _compile(isa: str, target: Path, compiler: str, source_dir: Path) -> None:
+    torch_dir = Path(torch.__file__).parent
+    sources = sorted(path.name for path in source_dir.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
+        output = Path(scratch) / LIBRARY_NAME
+        command = [
+            _find(compiler),
+            *COMPILE_FLAGS,
+            f"-march={ISA_LEVELS[isa][0]}",
+            "-o",
+            str(output),
+            *sources,
+        ]
+        command += _torch_flags(str(torch_dir / "include"), str(torch_dir / "lib"))
+        # Sources are named relative to their folder, so that no path of this machine can enter the bytes.
+        _run(command, cwd=source_dir, scratch=scratch)
+        with output.open("rb+") as file:
+            os.fsync(file.fileno())
+        output.replace(target)
+
+
+def _find(compiler: str) -> str:
+    found = shutil.which(compiler)
+    if found is None:
+        raise LoweringError(
+            f"no C++ compiler: {compiler} was not found", where="op library", action="install g++ 11 or newer"
+        )
+    return found
+
+
+def _run(command: list[str], cwd: Path | None = None, scratch: str | None = None) -> str:
+    """Run a compiler command in a clean environment and return its output; LoweringError if it fails."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "SOURCE_DATE_EPOCH": "0"}
+    if scratch:
+        environment["TMPDIR"] = scratch
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=BUILD_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LoweringError(f"the C++ compiler did not run: {error}", where=command[0]) from error
+    if done.returncode:
+        tail = done.stdout[-OUTPUT_TAIL_CHARS:]
+        raise LoweringError(f"the C++ compiler failed ({done.returncode}):\n{tail}", where="op library")
+    return done.stdout
+
+
+def _make_private(cache_dir: Path) -> None:
+    """Create the cache for this user alone; what is compiled there will be run."""
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = cache_dir.stat()
+    except OSError as error:
+        raise ResourceError(f"cannot be used as a cache: {error.strerror}", where=str(cache_dir)) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ResourceError(
+            "the cache of compiled code must belong to this user and be writable by nobody else",
+            where=str(cache_dir),
+            action="chmod 700, or name another cache directory",
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
