@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-_WIDTH, _HEIGHT = 640, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 34
+_WIDTH, _HEIGHT = 400, 200  # small, so that labels stay readable on a phone
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 14, 34
 _FLOOR = 1e-10  # what an exact zero is drawn at
 _MAX_POINTS = 300  # more positions than this are drawn as the largest error of each group
 
@@ -21,9 +21,9 @@ def error_chart(name: str, positions: Sequence[Mapping[str, Any]], limit: float 
     """
     points = _thin([(entry["position"], entry["max_abs_error"]) for entry in positions])
     finite = [max(error, _FLOOR) for _, error in points if _finite(error)] or [_FLOOR]
-    low = math.floor(math.log10(min(finite)))
+    low = math.floor(math.log10(min(*finite, limit or max(finite))))
     high = math.ceil(math.log10(max(*finite, limit or _FLOOR, 10.0**low * 10)))
-    first, last = points[0][0], points[-1][0]
+    first, last = min(entry["position"] for entry in positions), max(entry["position"] for entry in positions)
 
     def x_of(position: int) -> float:
         share = (position - first) / (last - first) if last > first else 0.5

@@ -26,7 +26,8 @@ code { overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; white-space: nowrap; }
+th { font-weight: 600; }
+.columns th, .columns td { white-space: nowrap; }
 svg { width: 100%; height: auto; display: block; margin: .5rem 0; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 @media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --bad: #ff8b8d; } }
@@ -72,7 +73,7 @@ def to_html(report: Report) -> str:
         **{f"limit: {name}": number(value) for name, value in report["tolerances"].items()},
     }
     body = [
-        f"<h1>{_badge(report['passed'])} compiled against eager</h1>",
+        f"<h1>{_badge(report['passed'])}: compiled against eager</h1>",
         _facts(facts),
         f"<p>{escape(str(report['explanation']))}</p>" if report["explanation"] else "",
         *(_graph_section(graph, report["tolerances"]) for graph in report["graphs"]),
@@ -140,7 +141,7 @@ def _graph_section(graph: Report, tolerances: Report) -> str:
         "top-1 agreement": _share(graph["top1_agreement"]),
         "smallest margin": number(graph["min_margin"]),
     }
-    parts = [f"<h2>{_badge(graph['passed'])} {escape(graph['name'])}</h2>", _facts(facts)]
+    parts = [f"<h2>{_badge(graph['passed'])}: {escape(graph['name'])}</h2>", _facts(facts)]
     if graph["positions"]:
         parts.append(error_chart(graph["name"], graph["positions"], tolerances.get("max_abs_error")))
         parts.append(_worst(graph["positions"]))
@@ -191,7 +192,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
+    return f'<div class="scroll"><table class="columns">\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
 def _badge(passed: bool) -> str:
@@ -203,7 +204,7 @@ def _verdict(passed: bool) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.2f} %"
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.2f}%"
 
 
 def _size(value: float | None) -> float:

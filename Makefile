@@ -1,0 +1,58 @@
+# make demo      compile the shipped checkpoint and generate from it
+# make test      the tests, without the slow ones
+# make check     format, lint, types, architecture
+# make test-all  every test
+#
+# Without an active virtual environment, one is made in .venv and the package is installed into it as a wheel.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell command -v $(name))))
+WORKERS ?= 2
+SOURCES := $(shell find deepinfer graphs passes kernels artifacts runtime -name '*.py' -o -name '*.cpp' -o -name '*.h')
+
+# One thread per process: builds and tests already run one process per core.
+export OMP_NUM_THREADS ?= 1
+# The installed package is what runs, not the folder of the same name here.
+export PYTHONSAFEPATH := 1
+
+ifdef VIRTUAL_ENV
+BIN := $(VIRTUAL_ENV)/bin
+READY :=
+else
+BIN := $(CURDIR)/.venv/bin
+READY := .venv/.package
+endif
+
+.PHONY: demo test test-all check clean
+
+demo: $(READY)
+	$(BIN)/deepinfer-compile examples/v41-tiny -o demo-artifact --precision float32 --force
+	$(BIN)/deepinfer generate demo-artifact --prompt-token-ids 237,475,301,316 --max-tokens 16
+
+test: $(READY)
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile
+
+# mypy does not follow an editable install, so it reads a fresh copy of what the wheel holds.
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf build
+	$(BIN)/pip install -q --no-deps --target build/typed .
+	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p deepinfer
+	$(BIN)/pytest -q tests/test_architecture.py
+
+clean:
+	rm -rf build .venv demo-artifact .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.venv/.tools: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	rm -rf build
+	.venv/bin/pip install -q -c constraints.txt ".[test,dev]"
+	touch $@
+
+.venv/.package: .venv/.tools $(SOURCES)
+	rm -rf build
+	.venv/bin/pip install -q --no-deps --force-reinstall .
+	touch $@
