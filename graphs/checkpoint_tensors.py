@@ -22,7 +22,7 @@ class TensorSpec:
 
 _FP8 = ("F8_E4M3",)
 _SCALE = ("F8_E8M0",)
-_FP4 = ("I8", "U8")  # two E2M1 codes per byte; only the bytes matter
+_FP4 = ("I8",)  # two E2M1 codes per byte, no integers
 _BF16 = ("BF16",)
 _F32 = ("F32",)
 _NORM = ("BF16", "F32")
