@@ -16,6 +16,7 @@ class Limits:
     prefill_table_size: int  # lines of the request table of a prefill step
     max_model_len: int  # prompt plus output tokens of one request
     block_tokens: int  # token positions of one cache block
+    max_blocks_per_request: int  # width of a block table
     num_blocks: int  # cache blocks, with block 0 which nobody owns
     num_slots: int  # state slots, with slot 0 which nobody owns
     vocab_size: int
@@ -25,13 +26,9 @@ class Limits:
     def __post_init__(self) -> None:
         for buckets in (self.prefill_buckets, self.decode_buckets, self.logits_buckets):
             assert buckets and buckets[0] >= 1 and list(buckets) == sorted(set(buckets)), buckets
-        assert min(self.prefill_table_size, self.block_tokens) >= 1 and self.max_model_len >= 2, self
+        assert min(self.prefill_table_size, self.block_tokens) >= 1, self
+        assert self.max_blocks_per_request >= self.blocks_for(self.max_model_len), self
         assert self.num_blocks >= 2 and self.num_slots >= 2, self
-
-    @property
-    def max_blocks_per_request(self) -> int:
-        """Width of a block table."""
-        return self.blocks_for(self.max_model_len)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Cache blocks that hold positions 0 .. num_tokens - 1."""

@@ -8,7 +8,7 @@ class CompletionOutput:
     """One generated continuation."""
 
     index: int  # always 0: one continuation per request
-    text: str  # decoded output; "" where the artifact has no tokenizer
+    text: str | None  # decoded output without the token that stopped it; None without a tokenizer
     token_ids: tuple[int, ...]  # every generated token, the one that stopped it included
     finish_reason: str | None  # "stop", "length", "error", "abort"; None while it runs
     stop_reason: int | str | None = None  # the id from stop_token_ids, or the kind of error

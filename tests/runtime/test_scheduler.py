@@ -25,6 +25,7 @@ def limits(**changes: object) -> Limits:
         "prefill_table_size": 1,
         "max_model_len": 64,
         "block_tokens": 8,
+        "max_blocks_per_request": 8,
         "num_blocks": 33,
         "num_slots": 7,
         "vocab_size": 100,

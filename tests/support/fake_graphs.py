@@ -158,6 +158,7 @@ def fake_limits(
         prefill_table_size=2,
         max_model_len=max_model_len,
         block_tokens=BLOCK_TOKENS,
+        max_blocks_per_request=-(-max_model_len // BLOCK_TOKENS),
         num_blocks=num_blocks,
         num_slots=num_slots,
         vocab_size=vocab_size,
