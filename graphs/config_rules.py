@@ -88,8 +88,7 @@ def _check_candidates(config: ModelConfig) -> None:
                 "candidate_source_layer_id",
                 f"index source {layer} after it reads kv source {config.kv_source(layer)}, not {source}",
             )
-    if source != config.cut:
-        _refuse("candidate_source_layer_id", f"layer {source} must be the last kv source, {config.cut}")
+    # A kv source is an index source too, so with this the candidate source is the last kv source.
     for field in ("candidate_topk_blocks", "candidate_block_size"):
         if getattr(config, field) < 1:
             _refuse(field, f"{getattr(config, field)} must be at least 1 when a candidate source is set")
@@ -111,11 +110,8 @@ def _check_dims(config: ModelConfig) -> None:
         _check_multiple(field, field, getattr(config, field), QUANT_TILE, tile)
     for field in ("head_dim", "index_head_dim"):
         _check_multiple(field, field, getattr(config, field), QUANT_TILE, "group of a cache record")
-    # Tiles of wo_a must not straddle two groups.
+    # Tiles of wo_a must not straddle two groups. The width of a group is whole heads, hence whole tiles.
     _check_multiple("o_lora_rank", "o_lora_rank", config.o_lora_rank, QUANT_TILE, tile)
-    _check_multiple(
-        "o_groups", "num_attention_heads * head_dim / o_groups", config.o_group_width, QUANT_TILE, tile
-    )
     rope = config.qk_rope_head_dim
     if rope % 2:
         _refuse("qk_rope_head_dim", f"{rope} must be even: rotation works on pairs")

@@ -84,7 +84,6 @@ def test_a_broken_rule_is_named(golden_dir, changes, field, message):
 
 
 def test_the_candidate_source_must_be_the_last_kv_source(golden_dir):
-    # layer 4 as candidate source, with a later kv source that no index source follows wrongly
     with pytest.raises(ConfigError, match="index source 6 after it reads kv source 6"):
         check_rules(broken(golden_dir, kv_source_layer_ids=(1, 3, 4, 6)))
 
@@ -99,9 +98,9 @@ def test_rope_scaling_must_make_sense(key, value, message):
         parse_config(raw)
 
 
-def test_the_width_of_an_output_group_is_checked_on_its_own(golden_dir):
+def test_an_output_group_may_be_one_head(golden_dir):
     config = broken(golden_dir, head_dim=32, qk_rope_head_dim=32, o_groups=8)
-    check_rules(config)  # 8 heads of 32 in 8 groups: one tile each
+    check_rules(config)
     assert config.o_group_width == 32
 
 
