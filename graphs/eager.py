@@ -1,10 +1,12 @@
 """The eager model: the step functions run as they are, over caches that it owns.
 
 It is the definition that compiled graphs are compared with. Rows are padded to a multiple of eight, because
-matrix products and the tails of vectorised functions give other last bits at other row counts.
+the scalar tails of vectorised functions give other last bits, and a step runs on one thread, because matrix
+products split over threads add in another order.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,20 +55,31 @@ class EagerModel:
         layout = cache_layout(config, precision, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         return cls(config, PRECISIONS[precision], weights, layout)
 
-    @torch.no_grad()
     def step(self, phase: PhaseName, inputs: StepInputs, tap: Tap = unchanged) -> Tensor:
         """Run one step and return the hidden rows `[T, D]` of its T rows; caches advance in place."""
         num_rows = inputs.positions.shape[0]
         padded = pad_rows(inputs, -num_rows % ROW_MULTIPLE, pad_table=phase == "decode")
-        hidden = forward_step(phase, self.config, self.precision, self.weights, padded, self.caches, tap)
+        with _one_thread(), torch.no_grad():
+            hidden = forward_step(phase, self.config, self.precision, self.weights, padded, self.caches, tap)
         return hidden[:num_rows]
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits `[N, vocab]` of hidden rows `[N, D]`."""
         num_rows = hidden.shape[0]
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, -num_rows % ROW_MULTIPLE))
-        return logits_step(self.weights, padded)[:num_rows]
+        with _one_thread(), torch.no_grad():
+            return logits_step(self.weights, padded)[:num_rows]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run the block on one thread; the former number comes back also after an exception."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def allocate_caches(layout: CacheLayout) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from deepinfer.kernels import linear, linear_fp4
 def moe(ctx: StepContext, layer: int, x: Tensor) -> Tensor:
     """Return the MoE sublayer's output `[T, D]` for its normed input `x [T, D]`."""
     config, weights = ctx.config, ctx.layer_weights(layer)
-    logits = linear(x, weights["ffn.gate.weight"], torch.float32)
+    logits = ctx.tap(layer, "router_logits", linear(x, weights["ffn.gate.weight"], torch.float32))
     experts, expert_weights = route(logits, weights["ffn.gate.bias"], config)
     experts = ctx.tap(layer, "router_picks", experts)
     expert_weights = ctx.tap(layer, "router_weights", expert_weights)

@@ -12,6 +12,7 @@ formats leave open:
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 FP8_GROUP = 32
 FP8_MAX = 448.0
@@ -120,8 +121,22 @@ def dequantize_fp4_groups(packed: torch.Tensor, scale: torch.Tensor, scale_forma
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
     """Zero rows up to a multiple of 8 on the first axis.
 
-    torch's CPU matmul and the scalar tails of its element-wise loops give other bits at some small row
-    counts; at multiples of 8 rows they do not. The references pad, so a row never depends on its company.
+    torch's CPU element-wise loops give other bits in their scalar tails; at multiples of 8 rows there are
+    none for the widths in use. The references pad, so a row never depends on its company.
     """
     missing = -x.shape[0] % ROWS
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
+
+def matmul_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x [rows, K] @ weight [N, K]^T` in float32 -> [rows, N], in products of exactly 8 rows each.
+
+    A product of more rows at once takes other kernels, with another order of additions, for some (K, N); at a
+    fixed 8 rows, on one thread, a row's bits depend on nothing else.
+    """
+    blocks = pad_rows(x.to(torch.float32)).unflatten(0, (-1, ROWS))
+    outputs = weight.shape[0]
+    # Fewer than four columns take yet another route, whose order depends on the number of blocks.
+    matrix = F.pad(weight.to(torch.float32), (0, 0, 0, max(0, ROWS - outputs))).T
+    products = torch.bmm(blocks, matrix.expand(blocks.shape[0], -1, -1))
+    return products.flatten(0, 1)[: x.shape[0], :outputs]

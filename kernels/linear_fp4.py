@@ -18,7 +18,7 @@ from deepinfer.kernels.formats import (
     FP8_GROUP,
     dequantize_fp4_groups,
     dequantize_fp8_groups,
-    pad_rows,
+    matmul_rows,
     quantize_fp8_groups,
 )
 from deepinfer.kernels.registry import Op
@@ -60,7 +60,7 @@ def linear_fp4_reference(
     for expert in used:
         row, pick = (expert_ids == expert).nonzero(as_tuple=True)
         matrix = dequantize_fp4_groups(weight[expert], scale[expert], "e8m0")
-        y[row, pick] = (pad_rows(pairs[row, pick]) @ matrix.T)[: len(row)]
+        y[row, pick] = matmul_rows(pairs[row, pick], matrix)
     return y.to(x.dtype)
 
 

@@ -22,7 +22,7 @@ from deepinfer.kernels.formats import (
     dequantize_fp8_groups,
     e4m3_to_float,
     e8m0_to_float,
-    pad_rows,
+    matmul_rows,
     quantize_fp8_groups,
 )
 from deepinfer.kernels.registry import Op
@@ -51,10 +51,9 @@ def linear_fp8_reference(
     """The definition; see the module text."""
     _check(x, weight, scale, quantize_activation)
     x32 = dequantize_fp8_groups(*quantize_fp8_groups(x)) if quantize_activation else x.to(torch.float32)
-    operand = pad_rows(x32)
     matrices = dequantize_tiles(weight, scale)
-    products = [operand[:, group] @ matrices[group].T for group in range(x.shape[1])]
-    return torch.stack(products, dim=1)[: x.shape[0]].to(x.dtype)
+    products = [matmul_rows(x32[:, group], matrices[group]) for group in range(x.shape[1])]
+    return torch.stack(products, dim=1).to(x.dtype)
 
 
 def linear_fp8_fake(

@@ -14,7 +14,7 @@ import torch
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
-from deepinfer.kernels.formats import pad_rows
+from deepinfer.kernels.formats import matmul_rows, pad_rows
 from deepinfer.kernels.registry import Op
 
 Coefficients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -67,7 +67,7 @@ def mhc_mix_reference(
     _check(residual, fn, base, scale, sinkhorn_iters)
     rows = residual.shape[0]
     x = pad_rows(residual).to(torch.float32).flatten(1)
-    mixes = (x @ fn.T) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + rms_eps)
+    mixes = matmul_rows(x, fn) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + rms_eps)
     pre, post, comb = mhc_coefficients(mixes, base, scale, sinkhorn_iters, hc_eps)
     return pre[:rows].contiguous(), post[:rows].contiguous(), comb[:rows].contiguous()
 
