@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from deepinfer.errors import SettingsError
-from deepinfer.machine import physical_cores
+from deepinfer.runtime.threads import physical_cores
 from deepinfer.settings_map import not_available
 from deepinfer.yaml_loader import read_yaml
 
@@ -102,10 +102,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check_fields(self, "serve")
-
-    def resolved(self) -> "ServeConfig":
-        """The same config with the number of threads filled in: the physical cores this process may use."""
-        return msgspec.structs.replace(self, num_threads=self.num_threads or physical_cores())
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -218,12 +218,14 @@ def test_a_traceback_appears_only_when_debugging(
 
 
 def test_compile_hands_over_the_settings_and_prints_the_result(
-    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = []
+    monkeypatch.setenv("DEEPINFER_CACHE", "/c")
 
-    def compile_model(model: Path, out: Path, config: object, *, force: bool, progress: object) -> object:
+    def compile_model(model: Path, out: Path, config: object, *, force: bool, **places: object) -> object:
         calls.append((model, out, config, force))
+        assert (places["cache_dir"], places["dump_dir"]) == (Path("/c"), None)
         graph = {"name": "decode-4", "nodes": 1200, "rewrites": 7, "seconds": 1.5}
         return SimpleNamespace(
             artifact_id="ab", out_dir=out, graphs=[graph], weights_bytes=2_000_000, seconds=2.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer.errors import SettingsError
-from deepinfer.machine import physical_cores
+from deepinfer.runtime.threads import physical_cores
 from deepinfer.settings import UNSET, CompileConfig, ServeConfig, load_settings
 from deepinfer.settings_map import SOURCE_SETTINGS
 from deepinfer.yaml_loader import MAX_FILE_BYTES, parse_yaml, read_yaml

@@ -77,7 +77,13 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
 
     with progress_for(options) as progress:
         result = compile_model(
-            model, options.output, settings.compile, force=options.force, progress=progress
+            model,
+            options.output,
+            settings.compile,
+            force=options.force,
+            progress=progress,
+            cache_dir=environment.cache_dir,
+            dump_dir=environment.dump_dir,
         )
     print(to_json(_as_dict(result)) if options.json else _as_text(result))
     return 0

@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     """Load the artifact, generate for all prompts together, print in order. Raises DeepInferError."""
-    serve = load_settings(options.config, serve_flags={"num_threads": options.num_threads}).serve.resolved()
+    serve = load_settings(options.config, serve_flags={"num_threads": options.num_threads}).serve
     prompts = _prompts(options)
     from deepinfer.runtime.llm import LLM
     from deepinfer.runtime.sampling_params import SamplingParams
