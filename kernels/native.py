@@ -1,9 +1,9 @@
 """Building and loading the C++ op library (`cpu/`).
 
 Building needs g++ and happens once per hash of everything that can change the result; loading needs the
-shared object alone. The bytes of the library depend on sources, flags, compiler, torch version and instruction
-set, never on a folder, a time or a user. Knows nothing about artifacts beyond the error classes: who may load
-which file is decided by the caller.
+shared object alone. The bytes of the library depend on sources, flags, compiler, torch version and
+instruction set, never on a folder, a time or a user. Knows nothing about artifacts beyond the error classes:
+who may load which file is decided by the caller.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ void linear(const T* x, const W* weight, int64_t rows, int64_t outputs, int64_t 
 
 // x [rows, G, K], weight [G, N, K], scale [G, ceil(N/32), ceil(K/32)] -> y [rows, G, N]
 template <class T>
-void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation, int64_t rows,
-                int64_t groups, int64_t outputs, int64_t inputs, T* y);
+void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation,
+                int64_t rows, int64_t groups, int64_t outputs, int64_t inputs, T* y);
 
 // x [rows, vectors, K], weight [E, N, K/2], scale [E, N, K/32], ids [rows, picks] -> y [rows, picks, N]
 template <class T>

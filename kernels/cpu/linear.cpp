@@ -42,7 +42,9 @@ class Activations {
   static void quantize_group(const T* x, float* out) {
     uint8_t byte = fp8_scale(x);
     float scale = e8m0_to_float(byte), inverse = e8m0_to_float(uint8_t(254 - byte));
-    for (int i = 0; i < kFp8Group; ++i) out[i] = e4m3_to_float(float_to_e4m3(to_float(x[i]) * inverse)) * scale;
+    for (int i = 0; i < kFp8Group; ++i) {
+      out[i] = e4m3_to_float(float_to_e4m3(to_float(x[i]) * inverse)) * scale;
+    }
   }
 
   int64_t stride_;
@@ -95,14 +97,16 @@ void linear(const T* x, const W* weight, int64_t rows, int64_t outputs, int64_t 
 }
 
 template <class T>
-void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation, int64_t rows,
-                int64_t groups, int64_t outputs, int64_t inputs, T* y) {
+void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation,
+                int64_t rows, int64_t groups, int64_t outputs, int64_t inputs, T* y) {
   if (rows == 0) return;
   Activations activations(x, rows * groups, inputs, quantize_activation);
-  int64_t scale_rows = (outputs + kFp8Group - 1) / kFp8Group, scale_stride = (inputs + kFp8Group - 1) / kFp8Group;
+  int64_t scale_rows = (outputs + kFp8Group - 1) / kFp8Group;
+  int64_t scale_stride = (inputs + kFp8Group - 1) / kFp8Group;
   std::vector<Product<WeightFp8, T>> products;
   for (int64_t g = 0; g < groups; ++g) {
-    WeightFp8 matrix{weight + g * outputs * inputs, scale + g * scale_rows * scale_stride, inputs, scale_stride};
+    WeightFp8 matrix{weight + g * outputs * inputs, scale + g * scale_rows * scale_stride, inputs,
+                     scale_stride};
     products.push_back({matrix, {}, {}});
     for (int64_t row = 0; row < rows; ++row) {
       products.back().x.push_back(activations.vector(row * groups + g));
@@ -149,11 +153,12 @@ DENSE(float, bf16, float);
 DENSE(float, float, bf16);
 DENSE(float, float, float);
 #undef DENSE
-template void linear_fp8(const bf16*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t, int64_t, bf16*);
-template void linear_fp8(const float*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t, int64_t,
-                         float*);
-template void linear_fp4(const bf16*, const uint8_t*, const uint8_t*, const int64_t*, bool, int64_t, int64_t, int64_t,
-                         int64_t, int64_t, int64_t, bf16*);
+template void linear_fp8(const bf16*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t,
+                         int64_t, bf16*);
+template void linear_fp8(const float*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t,
+                         int64_t, float*);
+template void linear_fp4(const bf16*, const uint8_t*, const uint8_t*, const int64_t*, bool, int64_t, int64_t,
+                         int64_t, int64_t, int64_t, int64_t, bf16*);
 template void linear_fp4(const float*, const uint8_t*, const uint8_t*, const int64_t*, bool, int64_t, int64_t,
                          int64_t, int64_t, int64_t, int64_t, float*);
 

@@ -1,8 +1,8 @@
 // One matrix product for every weight format: y[r][n] = sum_k W[n][k] * x[r][k], float32.
 //
-// Order of sums: lane l of 16 takes k = l, 16 + l, ... in ascending order by fused multiply-add from zero, then
-// Lanes::sum. K is cut into chunks (accumulators are parked in memory between them) and rows and columns into
-// tiles, none of which changes that order; a row's result therefore depends on the row alone.
+// Order of sums: lane l of 16 takes k = l, 16 + l, ... in ascending order by fused multiply-add from zero,
+// then Lanes::sum. K is cut into chunks (accumulators are parked in memory between them), rows and columns into
+// tiles; none of that changes the order, so a row's result depends on the row alone.
 //
 // Four columns of weights are decoded to float32 once per chunk and used for up to kRowBlock rows.
 #pragma once
@@ -25,7 +25,9 @@ constexpr int kRowTile = 4;  // 16 accumulators of the 32 registers
 constexpr int kRowTile = 1;  // 4 accumulators of 2 registers each, of the 16 registers
 #endif
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // Weight formats: decode(n, begin, count, out) writes W[n][begin .. begin + count) as float32. `begin` is a
 // multiple of kChunk.
@@ -118,7 +120,8 @@ struct WeightFp4 {
 
 // Adds `count` inputs (a multiple of 16) of kRows rows and four columns to the parked accumulators.
 template <int kRows>
-inline void multiply_tile(const float* const* x, int64_t begin, const float* w, int64_t count, float* parked) {
+inline void multiply_tile(const float* const* x, int64_t begin, const float* w, int64_t count,
+                          float* parked) {
   Lanes acc[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kColumns; ++c) acc[r][c] = Lanes::load(parked + (r * kColumns + c) * kLanes);

@@ -1,5 +1,5 @@
-// Hyper-connection coefficients. The product with fn is the ordinary linear kernel; the rest is scalar code with
-// one exp for every element, so that a value never depends on where in a vector loop it would have fallen.
+// Hyper-connection coefficients. The product with fn is the ordinary linear kernel; the rest is scalar code
+// with one exp for every element, so that a value never depends on its place in a vector loop.
 
 #include <vector>
 
@@ -93,9 +93,9 @@ void mhc_mix(const T* residual, const float* fn, const float* base, const float*
   });
 }
 
-template void mhc_mix(const bf16*, const float*, const float*, const float*, MixSettings, int64_t, int64_t, int64_t,
-                      float*, float*, float*);
-template void mhc_mix(const float*, const float*, const float*, const float*, MixSettings, int64_t, int64_t, int64_t,
-                      float*, float*, float*);
+template void mhc_mix(const bf16*, const float*, const float*, const float*, MixSettings, int64_t, int64_t,
+                      int64_t, float*, float*, float*);
+template void mhc_mix(const float*, const float*, const float*, const float*, MixSettings, int64_t, int64_t,
+                      int64_t, float*, float*, float*);
 
 }  // namespace deepinfer

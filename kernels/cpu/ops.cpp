@@ -22,7 +22,8 @@ using at::Tensor;
 
 constexpr int64_t kAny = -1;
 
-void check_dtype(const char* op, const char* name, const Tensor& t, std::initializer_list<ScalarType> allowed) {
+void check_dtype(const char* op, const char* name, const Tensor& t,
+                 std::initializer_list<ScalarType> allowed) {
   bool found = false;
   for (ScalarType dtype : allowed) found |= t.scalar_type() == dtype;
   TORCH_CHECK(found, op, ": ", name, " has an unsupported dtype, ", c10::toString(t.scalar_type()));
@@ -36,24 +37,29 @@ void check_shape(const char* op, const char* name, const Tensor& t, std::initial
     same = same && (size == kAny || t.size(axis) == size);
     ++axis;
   }
-  TORCH_CHECK(same, op, ": ", name, " must have shape ", at::IntArrayRef(shape), " (-1: any), got ", t.sizes());
+  TORCH_CHECK(same, op, ": ", name, " must have shape ", at::IntArrayRef(shape), " (-1: any), got ",
+              t.sizes());
 }
 
 void check_floats(const char* op, const char* name, const Tensor& t) {
   check_dtype(op, name, t, {at::kBFloat16, at::kFloat});
 }
 
-void check_bytes(const char* op, const char* name, const Tensor& t) { check_dtype(op, name, t, {at::kByte}); }
+void check_bytes(const char* op, const char* name, const Tensor& t) {
+  check_dtype(op, name, t, {at::kByte});
+}
 
 int64_t last_multiple(const char* op, const char* name, const Tensor& t, int64_t multiple) {
   TORCH_CHECK(t.dim() > 0, op, ": ", name, " must have at least one axis");
   int64_t size = t.size(-1);
-  TORCH_CHECK(size > 0 && size % multiple == 0, op, ": last axis of ", name, " must be a positive multiple of ",
-              multiple, ", got ", size);
+  TORCH_CHECK(size > 0 && size % multiple == 0, op, ": last axis of ", name,
+              " must be a positive multiple of ", multiple, ", got ", size);
   return size;
 }
 
-Tensor empty(at::IntArrayRef shape, ScalarType dtype) { return at::empty(shape, at::TensorOptions().dtype(dtype)); }
+Tensor empty(at::IntArrayRef shape, ScalarType dtype) {
+  return at::empty(shape, at::TensorOptions().dtype(dtype));
+}
 
 Tensor empty_with_last(const Tensor& like, int64_t last, ScalarType dtype) {
   std::vector<int64_t> shape = like.sizes().vec();
@@ -74,8 +80,8 @@ T* out(Tensor& t) {
 // Calls body with a null pointer to bf16 or float, by dtype.
 template <class Body>
 void by_dtype(ScalarType dtype, const char* op, const Body& body) {
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op, ": out_dtype must be bfloat16 or float32, got ",
-              c10::toString(dtype));
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op,
+              ": out_dtype must be bfloat16 or float32, got ", c10::toString(dtype));
   dtype == at::kBFloat16 ? body(static_cast<bf16*>(nullptr)) : body(static_cast<float*>(nullptr));
 }
 
@@ -127,8 +133,8 @@ Tensor linear_fp8_op(const Tensor& x, const Tensor& weight, const Tensor& scale,
   if (quantize_activation) last_multiple(op, "x", x, kFp8Group);
   Tensor y = empty({rows, groups, outputs}, x.scalar_type());
   by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp8(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), quantize_activation, rows, groups, outputs,
-               inputs, out<TYPE(t)>(y));
+    linear_fp8(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), quantize_activation, rows, groups,
+               outputs, inputs, out<TYPE(t)>(y));
   });
   return y;
 }
@@ -147,15 +153,17 @@ Tensor linear_fp4_op(const Tensor& x, const Tensor& weight, const Tensor& scale,
   check_shape(op, "scale", scale, {experts, outputs, inputs / kFp8Group});
   check_shape(op, "expert_ids", expert_ids, {rows, kAny});
   int64_t picks = expert_ids.size(1);
-  TORCH_CHECK(vectors == 1 || vectors == picks, op, ": x must have 1 or ", picks, " vectors per row, got ", vectors);
+  TORCH_CHECK(vectors == 1 || vectors == picks, op, ": x must have 1 or ", picks, " vectors per row, got ",
+              vectors);
   const int64_t* ids = in<int64_t>(expert_ids);
   for (int64_t i = 0; i < rows * picks; ++i) {
-    TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, op, ": expert_ids must lie in -1 .. ", experts - 1, ", got ", ids[i]);
+    TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, op, ": expert_ids must lie in -1 .. ", experts - 1,
+                ", got ", ids[i]);
   }
   Tensor y = empty({rows, picks, outputs}, x.scalar_type());
   by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp4(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), ids, quantize_activation, rows, vectors, picks,
-               experts, outputs, inputs, out<TYPE(t)>(y));
+    linear_fp4(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), ids, quantize_activation, rows,
+               vectors, picks, experts, outputs, inputs, out<TYPE(t)>(y));
   });
   return y;
 }
@@ -180,8 +188,8 @@ std::tuple<Tensor, Tensor, Tensor> mhc_mix_op(const Tensor& residual, const Tens
   Tensor comb = empty({rows, streams, streams}, at::kFloat);
   MixSettings settings{sinkhorn_iters, float(rms_eps), float(hc_eps)};
   by_dtype(residual.scalar_type(), op, [&](auto* t) {
-    mhc_mix(in<TYPE(t)>(residual), in<float>(fn), in<float>(base), in<float>(scale), settings, rows, streams, width,
-            out<float>(pre), out<float>(post), out<float>(comb));
+    mhc_mix(in<TYPE(t)>(residual), in<float>(fn), in<float>(base), in<float>(scale), settings, rows, streams,
+            width, out<float>(pre), out<float>(post), out<float>(comb));
   });
   return {pre, post, comb};
 }
@@ -208,14 +216,16 @@ Tensor dequantize_fp8_op(const Tensor& record, ScalarType out_dtype) {
 }
 
 ScaleFormat scale_format_of(const char* op, c10::string_view name) {
-  TORCH_CHECK(name == "e8m0" || name == "e4m3", op, ": scale_format must be 'e8m0' or 'e4m3', got '", name, "'");
+  TORCH_CHECK(name == "e8m0" || name == "e4m3", op, ": scale_format must be 'e8m0' or 'e4m3', got '", name,
+              "'");
   return name == "e8m0" ? ScaleFormat::kE8M0 : ScaleFormat::kE4M3;
 }
 
 Tensor quantize_fp4_op(const Tensor& x, c10::string_view scale_format) {
   ScaleFormat format = scale_format_of("quantize_fp4", scale_format);
   check_floats("quantize_fp4", "x", x);
-  int64_t group = format == ScaleFormat::kE8M0 ? 32 : 16, size = last_multiple("quantize_fp4", "x", x, group);
+  int64_t group = format == ScaleFormat::kE8M0 ? 32 : 16;
+  int64_t size = last_multiple("quantize_fp4", "x", x, group);
   Tensor record = empty_with_last(x, size / 2 + size / group, at::kByte);
   by_dtype(x.scalar_type(), "quantize_fp4", [&](auto* t) {
     quantize_fp4(in<TYPE(t)>(x), format, x.numel() / size, size, out<uint8_t>(record));

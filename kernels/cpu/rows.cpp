@@ -34,7 +34,9 @@ void quantize_fp8(const T* x, int64_t rows, int64_t size, uint8_t* record) {
         const T* in = x + row * size + g * kFp8Group;
         uint8_t scale = fp8_scale(in);
         float inverse = e8m0_to_float(uint8_t(254 - scale));
-        for (int i = 0; i < kFp8Group; ++i) codes[g * kFp8Group + i] = float_to_e4m3(to_float(in[i]) * inverse);
+        for (int i = 0; i < kFp8Group; ++i) {
+          codes[g * kFp8Group + i] = float_to_e4m3(to_float(in[i]) * inverse);
+        }
         codes[size + g] = scale;
       }
     }

@@ -1,5 +1,5 @@
-// Sum of squares of one row, float32: lane l of 16 adds x[l]^2, x[16 + l]^2, ... in ascending order, product and
-// sum rounded apart; then Lanes::sum. A short last step counts as zeros.
+// Sum of squares of one row, float32: lane l of 16 adds x[l]^2, x[16 + l]^2, ... in ascending order, product
+// and sum rounded apart; then Lanes::sum. A short last step counts as zeros.
 #pragma once
 
 #include "formats.h"
