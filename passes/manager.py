@@ -1,0 +1,176 @@
+"""Runs passes over a captured program: in order, counted, timed, checked, and dumped on request.
+
+Knows nothing about single passes, models or artifacts. Times are handed to the caller for display and are
+not part of the report, which is the same for the same program and pass sources.
+"""
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from deepinfer.errors import PassError, SettingsError
+from deepinfer.passes.text import graph_text
+from deepinfer.passes.verify import Contract, check_metadata, check_structure, contract_of
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite of a graph.
+
+    `function(graph_module)` changes the graph in place and returns the number of rewrites. An `exact` pass
+    changes no bit of a result. `expected(facts)` says how often it must fire, from facts about the model;
+    None means any number. `nearest_miss(graph_module)` describes what almost matched, or gives None.
+    """
+
+    name: str
+    function: Callable[[fx.GraphModule], int]
+    exact: bool = True
+    expected: Callable[[Any], int] | None = None
+    nearest_miss: Callable[[fx.GraphModule], str | None] | None = None
+
+    @property
+    def source_sha256(self) -> str:
+        """Digest of the file that holds the pass: part of an artifact's identity."""
+        source = inspect.getsourcefile(self.function)
+        assert source is not None, f"pass {self.name} has no source file"
+        return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did. `rewrites` is None for a pass that was switched off."""
+
+    name: str
+    exact: bool
+    rewrites: int | None
+    expected: int | None
+    source_sha256: str
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What all passes did, in order."""
+
+    results: tuple[PassResult, ...]
+
+    @property
+    def approximate(self) -> tuple[str, ...]:
+        """Names of the passes that ran and may change results."""
+        return tuple(result.name for result in self.results if not result.exact and result.rewrites)
+
+    @property
+    def disabled(self) -> tuple[str, ...]:
+        """Names of the passes that were switched off."""
+        return tuple(result.name for result in self.results if result.rewrites is None)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Plain data for the artifact's pass report."""
+        return [
+            {
+                "name": result.name,
+                "exact": result.exact,
+                "rewrites": result.rewrites,
+                "expected": result.expected,
+                "source_sha256": result.source_sha256,
+            }
+            for result in self.results
+        ]
+
+
+Progress = Callable[[str, int, float], None]  # pass name, rewrites, seconds
+
+
+class PassManager:
+    """An ordered list of passes, some of them switched off by name."""
+
+    def __init__(
+        self, passes: Sequence[Pass], disabled: Collection[str] = (), dump_dir: Path | None = None
+    ) -> None:
+        """Raises SettingsError for a disabled name that no pass has."""
+        self._passes = tuple(passes)
+        self._disabled = frozenset(disabled)
+        self._dump_dir = dump_dir
+        names = [step.name for step in self._passes]
+        assert len(set(names)) == len(names), f"pass names are not unique: {names}"
+        unknown = sorted(self._disabled - set(names))
+        if unknown:
+            raise SettingsError(
+                f"there is no pass {', '.join(unknown)}",
+                where="disabled passes",
+                action=f"the passes are {', '.join(names)}",
+            )
+
+    def run(
+        self,
+        program: ExportedProgram,
+        facts: Any = None,
+        *,
+        name: str = "graph",
+        progress: Progress | None = None,
+    ) -> PassReport:
+        """Run the pipeline on the program's graph, in place, and report.
+
+        Raises PassError when a pass breaks a rule of the package, misreports, or fires another number of
+        times than it states for `facts`.
+        """
+        graph_module = program.graph_module
+        contract = contract_of(graph_module)
+        check_structure(graph_module, contract, f"{name} before passes")
+        check_metadata(graph_module, f"{name} before passes")
+        self._dump(name, 0, "captured", graph_module)
+        results = []
+        for index, step in enumerate(self._passes, start=1):
+            expected = step.expected(facts) if step.expected is not None else None
+            rewrites = None
+            if step.name not in self._disabled:
+                rewrites = self._run_one(step, graph_module, contract, f"{name}, pass {step.name}", progress)
+                self._dump(name, index, step.name, graph_module)
+                if expected is not None and rewrites != expected:
+                    raise _wrong_count(step, graph_module, rewrites, expected, name)
+            results.append(PassResult(step.name, step.exact, rewrites, expected, step.source_sha256))
+        graph_module.recompile()
+        return PassReport(tuple(results))
+
+    def _run_one(
+        self,
+        step: Pass,
+        graph_module: fx.GraphModule,
+        contract: Contract,
+        where: str,
+        progress: Progress | None,
+    ) -> int:
+        before = graph_text(graph_module)
+        started = time.perf_counter()
+        rewrites = step.function(graph_module)
+        seconds = time.perf_counter() - started
+        check_structure(graph_module, contract, where)
+        if rewrites:
+            check_metadata(graph_module, where)
+        elif graph_text(graph_module) != before:
+            raise PassError("the pass changed the graph and reports no rewrite", where=where)
+        if progress is not None:
+            progress(step.name, rewrites, seconds)
+        return rewrites
+
+    def _dump(self, name: str, index: int, step: str, graph_module: fx.GraphModule) -> None:
+        if self._dump_dir is not None:
+            folder = self._dump_dir / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{index:02d}-{step}.txt").write_text(graph_text(graph_module), encoding="utf-8")
+
+
+def _wrong_count(
+    step: Pass, graph_module: fx.GraphModule, rewrites: int, expected: int, name: str
+) -> PassError:
+    miss = step.nearest_miss(graph_module) if step.nearest_miss is not None else None
+    what = f"pass {step.name} fired {rewrites} times where the model asks for {expected}"
+    if miss:
+        what += f"; nearest miss: {miss}"
+    return PassError(what, where=name, action=f"build with the pass {step.name} disabled to go on without it")
