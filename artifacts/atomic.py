@@ -34,6 +34,9 @@ def create_wrapper(parent_fd: int) -> tuple[str, int]:
             wrapper_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:
             continue  # a cleaner saw it before it was locked
+        except OSError:
+            os.rmdir(name, dir_fd=parent_fd)
+            raise
         if try_lock(wrapper_fd) and same_directory(parent_fd, name, wrapper_fd):
             return name, wrapper_fd
         os.close(wrapper_fd)

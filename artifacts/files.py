@@ -67,14 +67,14 @@ def open_directory(path: Path) -> int:
 
 @contextmanager
 def open_parent(root_fd: int, components: tuple[str, ...]) -> Iterator[int]:
-    """The descriptor of the directory that holds the last component, walked without following links."""
+    """The descriptor of the directory that holds the last component, walked without following links.
+
+    Raises OSError as the kernel does.
+    """
     current = os.dup(root_fd)
     try:
-        for depth, name in enumerate(components[:-1]):
-            try:
-                below = os.open(name, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=current)
-            except OSError as error:
-                raise _refusal(error, "/".join(components[: depth + 1]), "a plain directory") from error
+        for name in components[:-1]:
+            below = os.open(name, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=current)
             os.close(current)
             current = below
         yield current
@@ -89,13 +89,13 @@ def open_regular_file(root_fd: int, path: str) -> int:
     anywhere on the way, a hard link, or anything that is not a regular file.
     """
     components = split_path(path)
-    with open_parent(root_fd, components) as parent_fd:
-        try:
+    try:
+        with open_parent(root_fd, components) as parent_fd:
             # a device is not even opened; the descriptor below is judged again
             _check_regular(os.stat(components[-1], dir_fd=parent_fd, follow_symlinks=False), path)
             descriptor = os.open(components[-1], _FILE_FLAGS, dir_fd=parent_fd)
-        except OSError as error:
-            raise _refusal(error, path, "a regular file") from error
+    except OSError as error:
+        raise _refusal(error, path) from error
     try:
         _check_regular(os.fstat(descriptor), path)
     except ArtifactCorruptError:
@@ -149,9 +149,11 @@ def _check_regular(info: os.stat_result, path: str) -> None:
         )
 
 
-def _refusal(error: OSError, path: str, expected: str) -> ArtifactCorruptError:
+def _refusal(error: OSError, path: str) -> ArtifactCorruptError:
     if error.errno == errno.ENOENT:
         return ArtifactCorruptError("missing", where=path, action=_COPY_AGAIN)
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return ArtifactCorruptError(f"a link, or not {expected}", where=path, action=_COPY_AGAIN)
+        return ArtifactCorruptError(
+            "not a regular file below plain directories", where=path, action=_COPY_AGAIN
+        )
     return ArtifactCorruptError(f"cannot be opened: {error.strerror}", where=path, action=_COPY_AGAIN)

@@ -1,8 +1,9 @@
 """Writing an artifact: it appears at its target complete, or not at all.
 
 Everything is written below a private, locked wrapper directory beside the target, made durable, and put in
-place by one rename. Two builders of one target need no lock between them: each works in its own wrapper, and
-rename(2) refuses a target that another has filled meanwhile (without `force`) or swaps it whole (with it).
+place by one rename. Two builders of one target work apart, each in its own wrapper: rename(2) refuses a
+target that another has filled meanwhile (without `force`) or swaps it whole (with it: the last one stays).
+They take turns, by a lock on the parent directory, only to judge what is at the target and to swap it.
 
 This file knows what a manifest must say about files; it knows nothing of graphs or tensors.
 """
@@ -51,7 +52,8 @@ class ArtifactWriter:
         with self._reported(str(self._target)), contextlib.ExitStack() as stack:
             self._parent_fd = os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, self._parent_fd)
-            check_replaceable(self._parent_fd, self._name, force=self._force, where=str(self._target))
+            with atomic.locked(self._parent_fd):
+                check_replaceable(self._parent_fd, self._name, force=self._force, where=str(self._target))
             atomic.remove_stale_wrappers(self._parent_fd)
             self._wrapper, self._wrapper_fd = atomic.create_wrapper(self._parent_fd)
             stack.callback(os.close, self._wrapper_fd)
@@ -140,7 +142,8 @@ class ArtifactWriter:
                 with open_parent(self._content_fd, (*directory.split("/"), ".")) as directory_fd:
                     os.fsync(directory_fd)
             os.fsync(self._content_fd)
-            self._put_in_place()
+            with atomic.locked(self._parent_fd):
+                self._put_in_place()
         self._content_fd = -1
         self._sync_parent()
         return artifact_id_of(data)
@@ -168,7 +171,7 @@ class ArtifactWriter:
             return
         try:  # what came out is about to be deleted: judge it, not what was there before the swap
             check_replaceable(self._wrapper_fd, _CONTENT, force=True, where=str(self._target))
-        except ArtifactWriteError:
+        except BaseException:
             atomic.exchange(self._wrapper_fd, _CONTENT, self._parent_fd, self._name)
             raise
 

@@ -1,6 +1,10 @@
 """Fixtures of the artifact tests; puts `artifact_factory` beside them within reach of their imports."""
 
+import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,18 @@ import artifact_factory  # noqa: E402
 def fast_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip waiting for the disk where a test is not about durability."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A fresh directory in memory where there is one, for tests that write thousands of files."""
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        yield tmp_path
+        return
+    directory = Path(tempfile.mkdtemp(prefix="deepinfer-test-", dir=memory))
+    yield directory
+    shutil.rmtree(directory)
 
 
 @pytest.fixture
