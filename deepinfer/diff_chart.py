@@ -4,6 +4,7 @@ Knows only numbers. Colours come from the page, so the chart follows its light o
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -19,10 +20,10 @@ def error_chart(name: str, positions: Sequence[Mapping[str, Any]], limit: float 
 
     A position whose error is not a finite number sits at the top edge in the colour of a failure.
     """
-    points = _thin([(entry["position"], entry["max_abs_error"]) for entry in positions])
-    finite = [max(error, _FLOOR) for _, error in points if _finite(error)] or [_FLOOR]
-    low = math.floor(math.log10(min(*finite, limit or max(finite))))
-    high = math.ceil(math.log10(max(*finite, limit or _FLOOR, 10.0**low * 10)))
+    points = _thin([(entry["position"], _drawn(entry["max_abs_error"])) for entry in positions])
+    finite = [error for _, error in points if error < math.inf] or [_FLOOR]
+    low = math.floor(math.log10(min(*finite, limit or finite[0])))
+    high = math.ceil(math.log10(max(*finite, limit or _FLOOR, 10.0 ** (low + 1))))
     first, last = min(entry["position"] for entry in positions), max(entry["position"] for entry in positions)
 
     def x_of(position: int) -> float:
@@ -30,16 +31,15 @@ def error_chart(name: str, positions: Sequence[Mapping[str, Any]], limit: float 
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y_of(error: float) -> float:
-        share = (math.log10(max(error, _FLOOR)) - low) / (high - low)
+        share = (math.log10(error) - low) / (high - low)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [_grid(low, high, y_of), *_position_labels(first, last, x_of)]
     if limit:
         parts.append(_rule(y_of(limit), 'stroke="var(--bad)" stroke-dasharray="6 4"'))
     for position, error in points:
-        good = _finite(error) and (limit is None or error <= limit)
-        y = y_of(error) if _finite(error) else _TOP
-        colour = "good" if good else "bad"
+        y = y_of(error) if error < math.inf else _TOP
+        colour = "bad" if error > (limit or sys.float_info.max) else "good"
         parts.append(f'<circle cx="{x_of(position):.1f}" cy="{y:.1f}" r="3" fill="var(--{colour})"/>')
     label = escape(f"Largest absolute error by position, {name}", quote=True)
     return (
@@ -48,12 +48,17 @@ def error_chart(name: str, positions: Sequence[Mapping[str, Any]], limit: float 
     )
 
 
-def _thin(points: list[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+def _drawn(error: float | None) -> float:
+    """What an error is drawn and ranked as: the floor for an exact zero, infinity for what is no number."""
+    return math.inf if error is None or math.isnan(error) else max(error, _FLOOR)
+
+
+def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """At most `_MAX_POINTS` points, in order of position, each the worst of its group."""
-    points = sorted(points, key=lambda point: point[0])
+    points = sorted(points)
     step = -(-len(points) // _MAX_POINTS)
     groups = [points[start : start + step] for start in range(0, len(points), step)]
-    return [max(group, key=lambda point: _rank(point[1])) for group in groups]
+    return [max(group, key=lambda point: point[1]) for group in groups]
 
 
 def _grid(low: int, high: int, y_of: Callable[[float], float]) -> str:
@@ -76,11 +81,3 @@ def _position_labels(first: int, last: int, x_of: Callable[[int], float]) -> lis
 
 def _rule(y: float, style: str) -> str:
     return f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" {style}/>'
-
-
-def _finite(error: float | None) -> bool:
-    return error is not None and math.isfinite(error)
-
-
-def _rank(error: float | None) -> float:
-    return math.inf if error is None or math.isnan(error) else error

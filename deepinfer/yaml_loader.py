@@ -131,4 +131,4 @@ def _place(where: str, error: yaml.YAMLError) -> str:
 
 
 def _kind(value: object) -> str:
-    return {list: "list", str: "string"}.get(type(value), "single value")
+    return "list" if isinstance(value, list) else "string" if isinstance(value, str) else "single value"

@@ -270,6 +270,141 @@ def test_diff_ends_with_its_verdict_and_writes_both_reports(
     assert "cannot be written" in _one_line(capsys.readouterr().err)
 
 
+class StubLLM:
+    """Echoes every prompt; ids from 512 on are refused, as a vocabulary of 512 would."""
+
+    def __init__(self, artifact: Path, *, num_threads: int | None, max_num_seqs: int | None) -> None:
+        self.finish_reason = "length" if num_threads != 3 else "error"
+
+    def generate(self, prompts: list, params: object, use_tqdm: bool) -> list:
+        ids = [[7] if isinstance(prompt, str) else prompt for prompt in prompts]
+        if any(token >= 512 for prompt in ids for token in prompt):
+            raise RequestError("token id 512 is not below 512", where="prompt")
+        text = None if isinstance(prompts[0], list) else "héllo"
+        completion = SimpleNamespace(token_ids=(1, 2), text=text, finish_reason=self.finish_reason)
+        timing = {"total": 0.5}
+        return [
+            SimpleNamespace(prompt_token_ids=tuple(p), outputs=(completion,), timing_seconds=timing)
+            for p in ids
+        ]
+
+
+def test_generate_prints_one_object_per_request(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.runtime.llm", "LLM", StubLLM)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt_token_ids": [3, 4]}\n{"prompt_token_ids": [5]}\n')
+    assert main_command.main(["generate", str(tmp_path), "--prompts-file", str(prompts), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line) for line in printed.out.splitlines()] == [
+        {
+            "index": index,
+            "prompt_token_ids": ids,
+            "token_ids": [1, 2],
+            "text": None,
+            "finish_reason": "length",
+            "timing_seconds": {"total": 0.5},
+        }
+        for index, ids in enumerate([[3, 4], [5]])
+    ]
+    assert printed.err == "4 tokens for 2 requests\n"
+
+
+def test_generate_prints_text_or_ids_for_people(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.runtime.llm", "LLM", StubLLM)
+    assert main_command.main(["generate", str(tmp_path), "--prompt", "x", "-q"]) == 0
+    assert main_command.main(["generate", str(tmp_path), "--prompt-token-ids", "1,2", "-q"]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("héllo\n1,2\n", "")
+
+
+def test_generate_refuses_what_the_model_or_the_sampler_cannot_take(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.runtime.llm", "LLM", StubLLM)
+    given = ["generate", str(tmp_path), "--prompt-token-ids", "1"]
+    assert main_command.main([*given[:3], "512"]) == 2
+    assert "token id 512" in _one_line(capsys.readouterr().err)
+    for flag, value in (
+        ("--max-tokens", "0"),
+        ("--temperature", "nan"),
+        ("--temperature", "-1"),
+        ("--seed", "-1"),
+    ):
+        assert main_command.main([*given, f"{flag}={value}"]) == 2
+        assert "[DI120]" in _one_line(capsys.readouterr().err)
+
+
+def test_a_request_whose_logits_are_no_numbers_is_printed_and_ends_with_its_own_code(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.runtime.llm", "LLM", StubLLM)
+    given = ["generate", str(tmp_path), "--prompt-token-ids", "1", "--num-threads", "3", "-q"]
+    assert main_command.main(given) == 5
+    printed = capsys.readouterr()
+    assert printed.out == "1,2\n" and "DI510" in _one_line(printed.err)
+
+
+class StubArtifact:
+    """An opened artifact that has an id, and a tokenizer if one is given."""
+
+    def __init__(self, tokenizer: Path | None = None) -> None:
+        self.artifact_id = "ab" * 32
+        self.tokenizer = tokenizer
+        self.paths = ("tokenizer/tokenizer.json",) if tokenizer else ()
+        self.manifest = SimpleNamespace(limits=SimpleNamespace(max_model_len=64))
+
+    def __enter__(self) -> "StubArtifact":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read_file(self, _: str) -> bytes:
+        assert self.tokenizer is not None
+        return self.tokenizer.read_bytes()
+
+
+def test_text_prompts_of_a_comparison_become_ids_by_the_artifact_s_tokenizer(
+    tmp_path: Path,
+    golden_dir: Path,
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "w7"}\n{"prompt_token_ids": [3, 4]}\n')
+    given = [str(tmp_path), "--model", str(tmp_path), "--prompts-file", str(prompts)]
+    seen = []
+
+    def diff_artifact(*arguments: object, progress: object) -> object:
+        seen.append(arguments[2])
+        return SimpleNamespace(passed=True, to_dict=dict, to_text=str)
+
+    stub("deepinfer.diff", "diff_artifact", diff_artifact)
+    monkeypatch.setattr("deepinfer.artifacts.reader.open_artifact", lambda *_, **__: StubArtifact())
+    assert diff_command.main(given) == 2
+    assert "has no tokenizer" in _one_line(capsys.readouterr().err)
+    tokenizer = golden_dir / "tokenizer.json"
+    monkeypatch.setattr("deepinfer.artifacts.reader.open_artifact", lambda *_, **__: StubArtifact(tokenizer))
+    assert diff_command.main(given) == 0
+    assert seen == [[[14], [3, 4]]]
+
+
+def test_trust_records_the_id_of_a_sound_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr("deepinfer.artifacts.reader.open_artifact", lambda *_: StubArtifact())
+    assert main_command.main(["trust", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"artifact_id": "ab" * 32, "origin": "trusted"}
+    monkeypatch.setattr("deepinfer.artifacts.reader.open_artifact", _raise(ArtifactUntrustedError("x")))
+    assert main_command.main(["trust", str(tmp_path)]) == 4
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -325,13 +460,14 @@ def test_json_output_has_no_number_that_json_lacks() -> None:
 
 
 def test_a_closed_pipe_ends_quietly(
-    tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Closed(io.StringIO):
         def write(self, _: str) -> int:
             raise BrokenPipeError
 
-    stub("deepinfer.artifacts.inspect", "describe", lambda _: {"a": 1})
+    monkeypatch.setattr("deepinfer.artifacts.inspect.describe", lambda _: {})
+    monkeypatch.setattr("deepinfer.artifacts.inspect.render", str)
     monkeypatch.setattr(sys, "stdout", Closed())
     assert main_command.main(["inspect", str(tmp_path)]) == 141
     assert capsys.readouterr().err == ""

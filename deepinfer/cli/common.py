@@ -6,6 +6,7 @@ unless DEEPINFER_LOG=debug.
 
 import argparse
 import json
+import logging
 import math
 import os
 import sys
@@ -159,7 +160,9 @@ def run_command(command: Callable[[Sequence[str], Environment], int], arguments:
     as_json = "--json" in given
     debug = os.environ.get("DEEPINFER_LOG") == "debug"
     try:
-        code = command(given, read_environment(os.environ))
+        environment = read_environment(os.environ)
+        _start_logging(environment.log)
+        code = command(given, environment)
         sys.stdout.flush()
     except BrokenPipeError:
         _abandon_stdout()
@@ -178,6 +181,15 @@ def run_command(command: Callable[[Sequence[str], Environment], int], arguments:
     except Exception as error:  # the last line of defence: a user never meets a traceback
         return _report(error, as_json=as_json, debug=debug)
     return code
+
+
+def _start_logging(level: LogLevel) -> None:
+    """The project's log lines go to stderr, from `level` on."""
+    logger = logging.getLogger("deepinfer")
+    logger.setLevel(level.upper())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.handlers = [handler]
 
 
 def _report(error: Exception, *, as_json: bool, debug: bool) -> int:

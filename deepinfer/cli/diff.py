@@ -15,8 +15,9 @@ from deepinfer.cli.common import (
     to_json,
     write_report,
 )
-from deepinfer.cli.prompts import read_prompts
+from deepinfer.cli.prompts import Prompt, read_prompts
 from deepinfer.diff_report import to_html, to_junit
+from deepinfer.errors import RequestError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,11 +40,11 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     options = build_parser().parse_args(arguments)
     artifact = existing_folder(options.artifact, "OUT")
     model = existing_folder(options.model, "MODEL")
-    given = read_prompts(options.prompts_file) if options.prompts_file else None
+    prompts = _token_ids(artifact, read_prompts(options.prompts_file)) if options.prompts_file else None
     from deepinfer.diff import diff_artifact
 
     with progress_for(options) as progress:
-        report = diff_artifact(artifact, model, given, progress=progress)
+        report = diff_artifact(artifact, model, prompts, progress=progress)
     content = report.to_dict()
     print(to_json(content) if options.json else report.to_text())
     if options.report:
@@ -51,6 +52,25 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     if options.junit:
         write_report(options.junit, to_junit(content))
     return 0 if report.passed else EXIT_DIFFERENT
+
+
+def _token_ids(artifact: Path, prompts: list[Prompt]) -> list[list[int]]:
+    """All prompts as ids, text by the artifact's own tokenizer. Raises RequestError without one."""
+    from deepinfer.artifacts.reader import open_artifact
+    from deepinfer.runtime.tokenizer import TOKENIZER_PATH, Tokenizer
+
+    if not any(isinstance(prompt, str) for prompt in prompts):
+        return [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    with open_artifact(artifact, verify=False) as opened:
+        if TOKENIZER_PATH not in opened.paths:
+            raise RequestError(
+                "the artifact has no tokenizer, so text cannot be used",
+                where="--prompts-file",
+                action="give prompt_token_ids",
+            )
+        tokenizer = Tokenizer(opened.read_file(TOKENIZER_PATH))
+        limit = opened.manifest.limits.max_model_len
+    return [tokenizer.encode(prompt, limit) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,15 +5,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer.cli.common import add_output_flags, integer_list, to_json
+from deepinfer.cli.common import StrictParser, add_output_flags, integer_list, to_json
 from deepinfer.cli.prompts import Prompt, check_prompt, read_prompts
+from deepinfer.errors import NumericalError
 from deepinfer.settings import UNSET, load_settings
 
 if TYPE_CHECKING:
     from deepinfer.runtime.outputs import RequestOutput
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
     """The flags of `deepinfer generate`."""
     parser = commands.add_parser(
         "generate",
@@ -44,12 +45,19 @@ def run(options: argparse.Namespace) -> int:
 
     params = SamplingParams(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
     for index, output in enumerate(outputs):
         print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
     if not options.quiet:
         added = sum(len(output.outputs[0].token_ids) for output in outputs)
         print(f"{added} tokens for {len(outputs)} requests", file=sys.stderr)
+    failed = [index for index, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
+    if failed:
+        raise NumericalError(
+            f"the logits of {len(failed)} of {len(outputs)} requests are not numbers",
+            where=f"request {failed[0]}",
+            action="compare the artifact with its model: deepinfer-diff",
+        )
     return 0
 
 

@@ -41,10 +41,10 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from deepinfer.artifacts.inspect import describe
+    from deepinfer.artifacts.inspect import describe, render
 
-    description = describe(options.artifact)
-    print(to_json(description) if options.json else "\n".join(_outline(description)))
+    facts = describe(options.artifact)
+    print(to_json(facts) if options.json else render(facts))
     return 0
 
 
@@ -63,30 +63,6 @@ def _trust(options: argparse.Namespace) -> int:
         else f"{origin}    {artifact_id}"
     )
     return 0
-
-
-def _outline(value: object, indent: int = 0) -> list[str]:
-    """Nested plain data as indented `key  value` lines."""
-    pad = "  " * indent
-    if isinstance(value, dict):
-        lines = []
-        for key, item in value.items():
-            if isinstance(item, dict | list) and item:
-                lines += [f"{pad}{key}", *_outline(item, indent + 1)]
-            else:
-                lines.append(f"{pad}{key:<{max(1, 24 - len(pad))}} {_cell(item)}")
-        return lines
-    if isinstance(value, list):
-        if all(not isinstance(item, dict | list) for item in value):
-            return [pad + ", ".join(_cell(item) for item in value)]
-        return [line for item in value for line in _outline(item, indent)]
-    return [pad + _cell(value)]
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return "-" if value is None or value in ([], {}) else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
