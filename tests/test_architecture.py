@@ -33,12 +33,16 @@ MAY_IMPORT_LAZILY = {
     "deepinfer.cli.diff": "as for compile",
     "deepinfer.cli.generate": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.cli.main": "inspect and trust must not load the runtime",
+    "deepinfer.passes.lower": "Inductor takes seconds to import and only a build's worker processes need it",
 }
 
 # Folders in which importing one of these packages is an error, with the reason.
 FOREIGN_BANS = {
     "artifacts": ({"torch", "triton"}, "reading an artifact executes and loads nothing"),
-    "runtime": ({"triton"}, "a serving process compiles nothing"),
+    "runtime": (
+        {"triton", "torch._inductor", "torch._dynamo", "torch.export", "torch.fx"},
+        "a serving process compiles and traces nothing",
+    ),
 }
 # These modules plan; they are tested by the hundred thousand steps and need no tensors.
 WITHOUT_TORCH = {"deepinfer.runtime.scheduler", "deepinfer.runtime.block_pool"}
@@ -237,7 +241,7 @@ def test_folders_keep_away_from_packages_they_must_work_without() -> None:
         faults += [
             f"{module.name}:{item.line} imports {item.target}: {reason}"
             for item in imports(module)
-            if item.target.split(".")[0] in banned and not item.typing_only
+            if any(f"{item.target}.".startswith(f"{package}.") for package in banned) and not item.typing_only
         ]
     report(faults)
 
