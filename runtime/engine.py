@@ -16,6 +16,8 @@ from deepinfer.runtime.request import Batch, Request
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler import Scheduler
 
+_COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
+
 
 class Engine:
     """Requests in, tokens out, one step at a time.
@@ -27,7 +29,7 @@ class Engine:
     def __init__(self, runner: StepRunner) -> None:
         self.runner = runner
         self.scheduler = Scheduler(runner.limits)
-        self.counts: Counter[str] = Counter()  # steps and rows by phase, tokens made
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
 
     @property
     def has_work(self) -> bool:

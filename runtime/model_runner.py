@@ -90,7 +90,11 @@ class CpuModelRunner:
 
     def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
         """Runs the graph of `phase` at `bucket` on its static buffers as they are filled now."""
-        return self._graphs[f"{phase}-{bucket}"].run([*self._buffers[phase, bucket].tensors, *self._regions])
+        return self._graphs[f"{phase}-{bucket}"].run(self.inputs(phase, bucket))
+
+    def inputs(self, phase: str, bucket: int) -> list[Tensor]:
+        """The static inputs of one step graph, then the cache regions: what every replay passes."""
+        return [*self._buffers[phase, bucket].tensors, *self._regions]
 
     def fill_step(self, batch: Batch) -> StepBuffers:
         """Writes a batch into the static buffers of its graph, after checking every index in it."""

@@ -1,0 +1,169 @@
+"""The public entry: an artifact's directory in, `generate` out. In vLLM's shape.
+
+Owns text, progress, threads and the order of results; the work is the engine's.
+"""
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from deepinfer.artifacts import TrustStore
+from deepinfer.errors import RequestError, UsageError
+from deepinfer.runtime.engine import Engine, timing_seconds
+from deepinfer.runtime.limits import Limits
+from deepinfer.runtime.loader import load_artifact
+from deepinfer.runtime.outputs import CompletionOutput, RequestOutput
+from deepinfer.runtime.prompts import Prompt, PromptLike, parse_params, parse_prompts
+from deepinfer.runtime.request import Request
+from deepinfer.runtime.sampling_params import SamplingParams
+from deepinfer.runtime.scheduler import STOP
+from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_passively
+
+logger = logging.getLogger("deepinfer")
+
+
+class LLM:
+    """A loaded artifact that generates text or tokens.
+
+    artifact_dir: directory that deepinfer-compile wrote. num_threads: threads of the numerics, set once for
+    the process; a thread per physical core of this process by default. max_num_seqs: run at most so many
+    requests at a time, up to what the artifact was built for. trust_store: whose artifacts to run; the user's
+    own store by default.
+
+    Raises ArtifactError and its kinds, ResourceError and UsageError. `generate` may be called from several
+    threads: calls wait for each other.
+    """
+
+    def __init__(
+        self,
+        artifact_dir: Path | str,
+        *,
+        num_threads: int | None = None,
+        max_num_seqs: int | None = None,
+        trust_store: TrustStore | None = None,
+    ) -> None:
+        self.num_threads = checked_num_threads(num_threads)
+        torch.set_num_threads(self.num_threads)
+        if self.num_threads > 1 and not waits_passively():
+            logger.warning(
+                "torch was imported before deepinfer, so idle worker threads spin, which is slow on a busy "
+                "machine: import deepinfer.runtime first, or set %s=PASSIVE",
+                WAIT_POLICY,
+            )
+        self._loaded = load_artifact(artifact_dir, trust_store)
+        runner = self._loaded.runner
+        runner.limits = _limited(runner.limits, max_num_seqs)
+        self._engine = Engine(runner)
+        self._lock = threading.Lock()
+        logger.info("loaded %s\n%s", self.artifact_id, self._loaded.report.summary())
+
+    @property
+    def artifact_id(self) -> str:
+        """Identity of the artifact: everything that can change a result is in it."""
+        return self._loaded.artifact_id
+
+    @property
+    def limits(self) -> Limits:
+        """Sizes in force."""
+        return self._engine.runner.limits
+
+    @property
+    def load_summary(self) -> str:
+        """Bytes and milliseconds of each part of loading, as text."""
+        return self._loaded.report.summary()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps, rows and tokens so far, and what would show that something was compiled (always 0)."""
+        return {**self._engine.counts, **self._loaded.watch.counts()}
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generates for all prompts together; results are in the order of the prompts.
+
+        prompts: text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: for all prompts, or one entry per prompt. use_tqdm: a progress bar on stderr, if that
+        is a terminal. A request whose logits turn out not to be numbers ends with finish_reason "error";
+        others are not affected.
+
+        Raises RequestError before any work if a prompt or a parameter cannot be served. After any other
+        exception, an interrupt from the keyboard included, the object can be used again.
+        """
+        parsed = parse_prompts(prompts)
+        params = parse_params(sampling_params, len(parsed))
+        token_ids = [self._encode(prompt) for prompt in parsed]
+        with self._lock:
+            for ids, own in zip(token_ids, params, strict=True):
+                self._engine.validate(ids, own)
+            try:
+                requests = [
+                    self._engine.add_request(ids, own) for ids, own in zip(token_ids, params, strict=True)
+                ]
+                self._run(requests, use_tqdm)
+            except BaseException:
+                self._engine.abort_all()
+                raise
+        return [self._output(prompt, request) for prompt, request in zip(parsed, requests, strict=True)]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        with tqdm(
+            total=len(requests), desc="requests", disable=None if use_tqdm else True, dynamic_ncols=True
+        ) as bar:
+            while self._engine.has_work:
+                bar.update(sum(request.finished for request in self._engine.step()))
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        assert prompt.text is not None
+        if self._loaded.tokenizer is None:
+            raise RequestError(
+                "the artifact has no tokenizer, so text cannot be used",
+                where="prompt",
+                action='give token ids: {"prompt_token_ids": [...]}',
+            )
+        return self._loaded.tokenizer.encode(prompt.text, self.limits.max_model_len)
+
+    def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
+        token_ids = tuple(request.output_token_ids)
+        text = None
+        if self._loaded.tokenizer is not None:
+            visible = token_ids[:-1] if request.finish_reason == STOP else token_ids
+            text = self._loaded.tokenizer.decode(visible)
+        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)
+        return RequestOutput(
+            request_id=str(request.request_id),
+            prompt=prompt.text,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(completion,),
+            finished=request.finished,
+            seed=request.seed,
+            timing_seconds=timing_seconds(request),
+        )
+
+
+def _limited(limits: Limits, max_num_seqs: int | None) -> Limits:
+    """Limits with fewer requests at a time. Raises UsageError for more than the artifact was built for."""
+    built_for = limits.num_slots - 1
+    if max_num_seqs is None:
+        return limits
+    if (
+        isinstance(max_num_seqs, bool)
+        or not isinstance(max_num_seqs, int)
+        or not 1 <= max_num_seqs <= built_for
+    ):
+        raise UsageError(
+            f"{max_num_seqs!r} is not possible",
+            where="max_num_seqs",
+            action=f"the artifact allows 1 to {built_for}",
+        )
+    return dataclasses.replace(limits, num_slots=max_num_seqs + 1)
