@@ -24,12 +24,15 @@ def check_tree(root_fd: int, expected: set[str]) -> None:
     _walk(root_fd, "", found)
     found.discard(MANIFEST_NAME)
     check_case_clash(sorted(found | {MANIFEST_NAME}))
-    extra = sorted(found - expected)
+    empty = sorted(path for path in found if path.endswith("/"))
+    extra = sorted(found - expected - set(empty))
     if extra:
         raise _refused("not named by the manifest", extra[0], "remove it, or copy the artifact again")
     missing = sorted(expected - found)
     if missing:
         raise _refused("missing", missing[0], "copy the artifact again or rebuild it")
+    if empty:
+        raise _refused("an empty directory", empty[0], "remove it")
 
 
 def report_names(root_fd: int) -> list[str]:
@@ -57,7 +60,7 @@ def report_names(root_fd: int) -> list[str]:
 def _walk(directory_fd: int, prefix: str, found: set[str]) -> None:
     names = list_names(directory_fd)
     if prefix and not names:
-        raise _refused("an empty directory", prefix, "remove it")
+        found.add(prefix)
     for name in names:
         path = prefix + name
         if not is_plain_name(name):
