@@ -30,7 +30,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class _Index(Record, kw_only=True):
+class _Index(Record, frozen=True, kw_only=True):
     key: Sha256
     files: tuple[FileEntry, ...]
 

@@ -21,7 +21,7 @@ from deepinfer.errors import ArtifactFormatError, ArtifactWriteError, DeepInferE
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ID_DIGITS = 16  # enough to keep names apart; the full id inside decides
-S = TypeVar("S", Certificate, Report)
+S = TypeVar("S", bound=Certificate | Report)
 
 
 def sidecar_name(kind: str, artifact_id: str) -> str:

@@ -128,7 +128,8 @@ def hash_descriptor(descriptor: int) -> tuple[str, int]:
 def read_descriptor(descriptor: int, limit: int, *, where: str) -> bytes:
     """All bytes of an open file; more than `limit` is an ArtifactCorruptError, found before they are read."""
     size = os.fstat(descriptor).st_size
-    chunks, position = [], 0
+    chunks: list[bytes] = []
+    position = 0
     while size <= limit and position <= limit:
         chunk = os.pread(descriptor, CHUNK_BYTES, position)
         if not chunk:

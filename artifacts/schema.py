@@ -30,10 +30,10 @@ DType = Literal[
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of every record: immutable and closed (`kw_only` is not inherited, each record states it)."""
+    """Base of every record: immutable and closed; built by keyword, which is not inherited."""
 
 
-class ModelInfo(Record, kw_only=True):
+class ModelInfo(Record, frozen=True, kw_only=True):
     """Which model this is, and the few facts the runtime needs without its config."""
 
     model_type: Name
@@ -47,7 +47,7 @@ class ModelInfo(Record, kw_only=True):
     config_sha256: Sha256
 
 
-class WeightsInfo(Record, kw_only=True):
+class WeightsInfo(Record, frozen=True, kw_only=True):
     """Identity of the checkpoint: SHA-256 over names, dtypes, shapes and bytes of its tensors."""
 
     sha256: Sha256
@@ -55,7 +55,7 @@ class WeightsInfo(Record, kw_only=True):
     total_bytes: Count
 
 
-class Toolchain(Record, kw_only=True):
+class Toolchain(Record, frozen=True, kw_only=True):
     """What made the native code; another version may round differently."""
 
     deepinfer: Text
@@ -65,7 +65,7 @@ class Toolchain(Record, kw_only=True):
     op_library_sha256: Sha256
 
 
-class Target(Record, kw_only=True):
+class Target(Record, frozen=True, kw_only=True):
     """The machine the native code runs on: device, architecture (`x86_64`, `sm_90`), ISA (`avx2`)."""
 
     device: Literal["cpu", "cuda"]
@@ -73,7 +73,7 @@ class Target(Record, kw_only=True):
     isa: Name
 
 
-class PassInfo(Record, kw_only=True):
+class PassInfo(Record, frozen=True, kw_only=True):
     """One pass of the pipeline, in order; `exact` passes keep every bit of the eager result."""
 
     name: Name
@@ -81,7 +81,7 @@ class PassInfo(Record, kw_only=True):
     exact: bool = True
 
 
-class CacheRegion(Record, kw_only=True):
+class CacheRegion(Record, frozen=True, kw_only=True):
     """One record array inside every block (`paged`) or every slot (`state`); offsets in bytes."""
 
     name: Name
@@ -93,7 +93,7 @@ class CacheRegion(Record, kw_only=True):
     tokens_per_entry: Positive = 1
 
 
-class CacheLayout(Record, kw_only=True):
+class CacheLayout(Record, frozen=True, kw_only=True):
     """Two arenas of bytes, blocks and slots, with their regions; index 0 of each is nobody's."""
 
     block_tokens: Positive
@@ -105,14 +105,14 @@ class CacheLayout(Record, kw_only=True):
     regions: tuple[CacheRegion, ...]
 
 
-class Limits(Record, kw_only=True):
+class Limits(Record, frozen=True, kw_only=True):
     """The largest request and the most requests at a time."""
 
     max_model_len: Positive
     max_num_seqs: Positive
 
 
-class GraphEntry(Record, kw_only=True):
+class GraphEntry(Record, frozen=True, kw_only=True):
     """One compiled graph; `request_rows` is the size of its request table (R)."""
 
     name: Name
@@ -122,7 +122,7 @@ class GraphEntry(Record, kw_only=True):
     taps: bool = False
 
 
-class FileEntry(Record, kw_only=True):
+class FileEntry(Record, frozen=True, kw_only=True):
     """One file of the artifact, by its path below the root."""
 
     path: Annotated[str, Meta(max_length=500)]
@@ -130,7 +130,7 @@ class FileEntry(Record, kw_only=True):
     sha256: Sha256
 
 
-class Manifest(Record, kw_only=True):
+class Manifest(Record, frozen=True, kw_only=True):
     """The whole identity of an artifact."""
 
     format_version: Literal[1] = 1
@@ -151,7 +151,7 @@ class Manifest(Record, kw_only=True):
     files: tuple[FileEntry, ...] = ()
 
 
-class InputSpec(Record, kw_only=True):
+class InputSpec(Record, frozen=True, kw_only=True):
     """One input of a graph, in call order; strides in elements."""
 
     name: Text
@@ -160,7 +160,7 @@ class InputSpec(Record, kw_only=True):
     strides: tuple[Count, ...]
 
 
-class OutputSpec(Record, kw_only=True):
+class OutputSpec(Record, frozen=True, kw_only=True):
     """One output of a graph, in order."""
 
     name: Text
@@ -168,14 +168,14 @@ class OutputSpec(Record, kw_only=True):
     shape: tuple[Count, ...]
 
 
-class ConstantSpec(Record, kw_only=True):
+class ConstantSpec(Record, frozen=True, kw_only=True):
     """A weight that a graph needs: its `name` in the shared object, its `weight` name in the store."""
 
     name: Text
     weight: Text
 
 
-class GraphSignature(Record, kw_only=True):
+class GraphSignature(Record, frozen=True, kw_only=True):
     """`graphs/<name>/signature.json`: how to call the shared object."""
 
     inputs: tuple[InputSpec, ...]
@@ -183,7 +183,7 @@ class GraphSignature(Record, kw_only=True):
     constants: tuple[ConstantSpec, ...]
 
 
-class PassResult(Record, kw_only=True):
+class PassResult(Record, frozen=True, kw_only=True):
     """What one pass did to one graph; no timings, since these bytes are part of the identity."""
 
     name: Name
@@ -192,13 +192,13 @@ class PassResult(Record, kw_only=True):
     nodes_after: Count
 
 
-class PassReport(Record, kw_only=True):
+class PassReport(Record, frozen=True, kw_only=True):
     """`graphs/<name>/passes.json`."""
 
     passes: tuple[PassResult, ...]
 
 
-class GraphResult(Record, kw_only=True):
+class GraphResult(Record, frozen=True, kw_only=True):
     """Compiled against eager for one graph. An error that was not finite is null, and never passes."""
 
     graph: Name
@@ -212,7 +212,7 @@ class GraphResult(Record, kw_only=True):
     first_differing_layer: Text | None = None
 
 
-class Certificate(Record, kw_only=True):
+class Certificate(Record, frozen=True, kw_only=True):
     """Sidecar: the record of one comparison, tied to one artifact by its id."""
 
     format_version: Literal[1] = 1
@@ -228,7 +228,7 @@ class Certificate(Record, kw_only=True):
         return bool(self.graphs) and all(result.verdict == "pass" for result in self.graphs)
 
 
-class Report(Record, kw_only=True):
+class Report(Record, frozen=True, kw_only=True):
     """Sidecar: any other measurement (cost curves, kernel timings), tied to one artifact by its id."""
 
     format_version: Literal[1] = 1

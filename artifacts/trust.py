@@ -21,14 +21,14 @@ STORE_NAME = "artifacts.json"
 Origin = Literal["built", "trusted"]
 
 
-class TrustEntry(Record, kw_only=True):
+class TrustEntry(Record, frozen=True, kw_only=True):
     """One artifact and how it came to be trusted."""
 
     id: Sha256
     origin: Origin
 
 
-class _Store(Record, kw_only=True):
+class _Store(Record, frozen=True, kw_only=True):
     format_version: Literal[1] = 1
     artifacts: tuple[TrustEntry, ...]
 

@@ -18,7 +18,9 @@ from deepinfer.artifacts.schema import (
     Certificate,
     GraphEntry,
     GraphSignature,
+    InputSpec,
     Manifest,
+    OutputSpec,
 )
 from deepinfer.errors import ArtifactCorruptError, ArtifactFormatError
 
@@ -145,7 +147,8 @@ def check_signature(signature: GraphSignature, *, where: str) -> None:
     _require_unique((spec.name for spec in signature.inputs), f"{where} inputs")
     _require_unique((spec.name for spec in signature.outputs), f"{where} outputs")
     _require_unique((spec.name for spec in signature.constants), f"{where} constants")
-    for spec in (*signature.inputs, *signature.outputs):
+    tensors: tuple[InputSpec | OutputSpec, ...] = (*signature.inputs, *signature.outputs)
+    for spec in tensors:
         if math.prod(spec.shape) * _DTYPE_BYTES[spec.dtype] > MAX_INTEGER:
             raise _bad(f"{spec.name!r:.100} is larger than 2^63 bytes", where)
     for tensor in signature.inputs:
