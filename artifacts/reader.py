@@ -7,6 +7,7 @@ the new descriptor is the one recorded, or it is hashed again on that descriptor
 Opening executes nothing and does not ask whether the artifact is trusted: see `trust.py`.
 """
 
+import hashlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -34,6 +35,7 @@ from deepinfer.artifacts.tree import check_tree
 from deepinfer.artifacts.validation import check_signature, decode_manifest
 from deepinfer.errors import ArtifactCorruptError, ArtifactFormatError, ArtifactMismatchError
 
+_OTHER_BYTES = "its bytes are not those that the manifest names"
 _COPY_AGAIN = "copy the artifact again or rebuild it"
 T = TypeVar("T")
 
@@ -41,9 +43,9 @@ T = TypeVar("T")
 def open_artifact(directory: Path | str, *, verify: bool = True) -> "OpenedArtifact":
     """Open and check the artifact in `directory`.
 
-    With `verify=False` the files below `weights/` are not hashed now (they are when they are opened); all
-    else is. Raises ArtifactFormatError when the directory is not an artifact of a known format,
-    ArtifactCorruptError when a file is missing, changed, superfluous or of a wrong kind.
+    With `verify=False`, which is for looking only, the files below `weights/` are not hashed now (they are
+    when they are opened); all else is. Raises ArtifactFormatError when the directory is not an artifact of a
+    known format, ArtifactCorruptError when a file is missing, changed, superfluous or of a wrong kind.
     """
     root_fd = open_directory(Path(directory))
     try:
@@ -90,7 +92,7 @@ class OpenedArtifact:
             graph.name: self._read_struct(f"graphs/{graph.name}/passes.json", PassReport)
             for graph in self.manifest.graphs
         }
-        self.tensors = self._read_tensors()
+        self.tensors = self._read_tensors(verify=verify)
         self._check_constants()
 
     def __enter__(self) -> "OpenedArtifact":
@@ -113,12 +115,16 @@ class OpenedArtifact:
         return tuple(self._files)
 
     def read_file(self, path: str) -> bytes:
-        """The verified bytes of a file of the manifest."""
-        descriptor = self.open_file(path)
+        """The bytes of a file of the manifest; it is these very bytes that are hashed."""
+        entry = self._files[path]
+        descriptor = self._open_sized(entry)
         try:
-            return read_descriptor(descriptor, self._files[path].bytes, where=path)
+            data = read_descriptor(descriptor, entry.bytes, where=path)
         finally:
             os.close(descriptor)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ArtifactCorruptError(_OTHER_BYTES, where=path, action=_COPY_AGAIN)
+        return data
 
     def open_file(self, path: str) -> int:
         """A read-only descriptor of a file whose bytes were verified; the caller closes it.
@@ -159,9 +165,7 @@ class OpenedArtifact:
         before = stamp_of(descriptor)
         digest, size = hash_descriptor(descriptor)
         if (digest, size) != (entry.sha256, entry.bytes):
-            raise ArtifactCorruptError(
-                "its bytes are not those that the manifest names", where=entry.path, action=_COPY_AGAIN
-            )
+            raise ArtifactCorruptError(_OTHER_BYTES, where=entry.path, action=_COPY_AGAIN)
         if stamp_of(descriptor) != before:
             raise ArtifactCorruptError("changed while it was read", where=entry.path, action=_COPY_AGAIN)
         self._stamps[entry.path] = before
@@ -175,12 +179,12 @@ class OpenedArtifact:
         check_signature(signature, where=path)
         return signature
 
-    def _read_tensors(self) -> dict[str, TensorEntry]:
+    def _read_tensors(self, *, verify: bool) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
         for path in self._files:
             if not path.startswith("weights/"):
                 continue
-            descriptor = self._open_sized(self._files[path])
+            descriptor = self.open_file(path) if verify else self._open_sized(self._files[path])
             try:
                 index = read_index(descriptor, path)
             finally:

@@ -68,3 +68,53 @@ def test_no_descriptor_leaks(good_artifact: Path) -> None:
     with pytest.raises(DeepInferError):
         open_artifact(good_artifact)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_a_file_swapped_between_looking_and_opening_is_not_followed(
+    good_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = good_artifact / LIBRARY
+    with open_artifact(good_artifact) as artifact:
+        library.rename(good_artifact.parent / "same_bytes.so")
+        library.write_bytes(bytes(104))
+        real = os.stat
+
+        def swap_after(name: object, *args: object, **kwargs: object) -> os.stat_result:
+            info = real(name, *args, **kwargs)
+            if name == library.name:
+                library.unlink()
+                library.symlink_to("../../same_bytes.so")
+            return info
+
+        monkeypatch.setattr(os, "stat", swap_after)
+        with pytest.raises(ArtifactCorruptError, match="not a regular file"):
+            artifact.open_file(LIBRARY)
+
+
+def test_a_directory_that_becomes_a_link_is_not_followed(good_artifact: Path) -> None:
+    with open_artifact(good_artifact) as artifact:
+        (good_artifact / "native").rename(good_artifact.parent / "native")
+        (good_artifact / "native").symlink_to("../native")
+        for use in (artifact.open_file, artifact.read_file):
+            with pytest.raises(ArtifactCorruptError, match="below plain directories"):
+                use(LIBRARY)
+
+
+def test_bytes_that_change_under_an_unchanged_stamp_are_not_read(
+    good_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_artifact(good_artifact) as artifact:
+        monkeypatch.setattr(reader_module, "read_descriptor", lambda *_, **__: bytes(104))
+        with pytest.raises(ArtifactCorruptError, match="not those that the manifest names"):
+            artifact.read_file(LIBRARY)
+
+
+def test_a_file_rewritten_with_the_same_size_and_time_is_hashed_again(good_artifact: Path) -> None:
+    library = good_artifact / LIBRARY
+    with open_artifact(good_artifact) as artifact:
+        info = library.stat()
+        with library.open("r+b") as file:
+            file.write(b"\0")
+        os.utime(library, ns=(info.st_atime_ns, info.st_mtime_ns))
+        with pytest.raises(ArtifactCorruptError, match="not those that the manifest names"):
+            artifact.open_file(LIBRARY)
