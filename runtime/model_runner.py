@@ -59,7 +59,20 @@ class StepBuffers:
         """Buffers that hold padding only."""
         shapes = [(rows,)] * 3 + [(table_size, max_blocks)] + [(table_size,)] * 4
         tensors = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
-        return cls(tensors, *(tensor.numpy() for tensor in tensors), [_NO_BLOCKS] * table_size)  # type: ignore[arg-type]
+        token_ids, positions, request_index, block_table, *lines = (tensor.numpy() for tensor in tensors)
+        slot_ids, num_computed_tokens, row_starts, row_counts = lines
+        return cls(
+            tensors,
+            token_ids,
+            positions,
+            request_index,
+            block_table,
+            slot_ids,
+            num_computed_tokens,
+            row_starts,
+            row_counts,
+            lines=[_NO_BLOCKS] * table_size,
+        )
 
 
 class CpuModelRunner:

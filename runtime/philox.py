@@ -16,8 +16,8 @@ RESAMPLE: Final = 1  # the draw after a rejected draft token
 COIN: Final = 2  # the coin that accepts or rejects a draft token
 
 _ROUNDS = 10
-_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -29,19 +29,16 @@ def philox4x32(counter: tuple[ArrayLike, ...], key: tuple[ArrayLike, ArrayLike])
 
     Returns the four output words as uint64 arrays with values below 2**32.
     """
-    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
-    k0, k1 = (np.asarray(word, dtype=np.uint64) for word in key)
-    for round_index in range(_ROUNDS):
-        round_key_0 = (k0 + np.uint64(round_index * _WEYL_0 & 0xFFFFFFFF)) & _LOW
-        round_key_1 = (k1 + np.uint64(round_index * _WEYL_1 & 0xFFFFFFFF)) & _LOW
-        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1  # 32 x 32 -> 64 bits, exact
-        c0, c1, c2, c3 = (
-            (product_1 >> _HALF) ^ c1 ^ round_key_0,
-            product_1 & _LOW,
-            (product_0 >> _HALF) ^ c3 ^ round_key_1,
-            product_0 & _LOW,
-        )
-    return c0, c1, c2, c3
+    words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in (*counter, *key)))
+    pair = (2,) + (1,) * words[0].ndim
+    multipliers, weyl = _MULTIPLIERS.reshape(pair), _WEYL.reshape(pair)
+    even, odd, round_key = np.stack(words[0:4:2]), np.stack(words[1:4:2]), np.stack(words[4:6])
+    for _ in range(_ROUNDS):
+        product = even * multipliers  # 32 x 32 -> 64 bits, exact
+        even = (product >> _HALF)[::-1] ^ odd ^ round_key
+        odd = (product & _LOW)[::-1]
+        round_key = (round_key + weyl) & _LOW
+    return even[0], odd[0], even[1], odd[1]
 
 
 def stream(position: ArrayLike, case: int, row: ArrayLike = 0) -> Words:

@@ -71,9 +71,9 @@ def sample(
         token_ids[rows] = _take(values, rows).argmax(axis=1)  # the first, so the lowest id, among equals
     rows = np.flatnonzero(~greedy & (status == OK))
     if len(rows):
-        temperatures = np.array([params[row].temperature for row in rows])
-        streams = philox.stream([positions[row] for row in rows], philox.FRESH)
-        words = philox.random_word(np.array([seeds[row] for row in rows], dtype=np.uint64), streams)
+        temperatures = np.array([p.temperature for p in params])[rows]
+        streams = philox.stream(np.asarray(positions)[rows], philox.FRESH)
+        words = philox.random_word(np.asarray(seeds, dtype=np.uint64)[rows], streams)
         kept = keep_largest(_take(values, rows), FORCED_TOP_K)
         masses = integer_masses(kept.logits, temperatures)
         token_ids[rows] = np.take_along_axis(kept.token_ids, draw(masses, words)[:, None], axis=1)[:, 0]
@@ -85,11 +85,14 @@ def keep_largest(logits: NDArray[np.float32], count: int) -> Candidates:
     rows, vocab = logits.shape
     if vocab <= count:
         return Candidates(np.broadcast_to(np.arange(vocab), (rows, vocab)), logits)
-    edge = torch.from_numpy(logits).topk(count, dim=1, sorted=False).values.numpy().min(axis=1, keepdims=True)
-    above, at_edge = logits > edge, logits == edge
-    room = count - above.sum(axis=1, keepdims=True)
-    keep = above | (at_edge & (at_edge.cumsum(axis=1) <= room))
-    token_ids = np.nonzero(keep)[1].reshape(rows, count)
+    edges = np.partition(logits, vocab - count, axis=1)[:, vocab - count]
+    token_ids = np.empty((rows, count), dtype=np.int64)
+    for row, edge in enumerate(edges):
+        columns = np.flatnonzero(logits[row] >= edge)
+        if surplus := len(columns) - count:
+            at_edge = np.flatnonzero(logits[row, columns] == edge)
+            columns = np.delete(columns, at_edge[-surplus:])
+        token_ids[row] = columns
     return Candidates(token_ids, np.take_along_axis(logits, token_ids, axis=1))
 
 
