@@ -1,6 +1,6 @@
 """Reads the C++ that Inductor generates: its two parts, the constants it names, and copies of regions.
 
-Works on text only; every function raises LoweringError if the text is not of the known form, so that another
+Works on text only; functions raise LoweringError if the text is not of the known form, so that another
 torch version is met with a message and not with a wrong answer.
 """
 
@@ -47,12 +47,13 @@ def check_no_threads(source: str, name: str) -> None:
         raise LoweringError("the generated code starts threads of its own", where=name)
 
 
-def check_no_region_copies(
+def whole_region_buffers(
     wrapper: str, regions: Iterable[tuple[int, str, tuple[int, ...]]], name: str
-) -> None:
-    """Raise LoweringError if the wrapper allocates or copies a whole region that it should write in place.
+) -> list[int]:
+    """Positions of written inputs of which the wrapper copies the whole, or allocates the like of.
 
-    `regions` lists the written inputs: position among the inputs, dtype name, shape.
+    `regions` lists them: position among the inputs, dtype name, shape. Raises LoweringError if the wrapper
+    does not name its inputs in the known form.
     """
     sizes = {
         array: tuple(int(size.strip().rstrip("L")) for size in text.split(",") if size.strip())
@@ -61,12 +62,10 @@ def check_no_region_copies(
     allocated = {(dtype, sizes.get(array)) for _, array, dtype in _ALLOCATION.findall(wrapper)}
     inputs = {int(index): variable for variable, index in _INPUT.findall(wrapper)}
     copied = " ".join(_COPY_CALL.findall(wrapper))
+    found = []
     for position, dtype, shape in regions:
         if position not in inputs:
             raise LoweringError(f"the generated code does not take input {position}", where=name)
         if (dtype, shape) in allocated or re.search(rf"\b{inputs[position]}\b", copied):
-            raise LoweringError(
-                f"the written input {position}, {dtype}{list(shape)}, is copied whole in every call",
-                where=name,
-                action="write a region once, by a whole-record index_put_ or an operation that mutates it",
-            )
+            found.append(position)
+    return found

@@ -1,51 +1,34 @@
 """Lowering: one captured program becomes one shared object, by AOTInductor and the C++ compiler.
 
-Inductor only generates C++ here; compiling and linking are ours (`toolchain.py`), so that the bytes depend
-on the graph, the instruction set and the toolchain alone. Weights enter as fake tensors: no weight value can
-reach the code. Knows nothing about models, nor how shared objects are stored or loaded.
+Inductor only generates C++ (`inductor.py`); compiling and linking are ours (`toolchain.py`), so that the
+bytes depend on the graph, the instruction set and the toolchain alone. Weights enter as fake tensors: no
+weight value can reach the code. Knows nothing about models, nor how shared objects are stored or loaded.
 """
 
-import contextlib
-import os
 import re
 import shutil
-from collections.abc import Iterator
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
 from deepinfer.errors import LoweringError
 from deepinfer.passes.effects import mutated_bases
 from deepinfer.passes.generated_code import (
-    check_no_region_copies,
     check_no_threads,
     constant_names,
     split_generated,
+    whole_region_buffers,
 )
+from deepinfer.passes.inductor import Generated, generate
 from deepinfer.passes.text import dtype_name
 from deepinfer.passes.toolchain import Isa, build_shared_object, isa_level
 from deepinfer.passes.verify import output_values
-
-_OPTIONS: dict[str, Any] = {
-    "aot_inductor.package": True,
-    "aot_inductor.package_cpp_only": True,  # generate only: flags, linking and paths are ours
-    "aot_inductor.package_constants_in_so": False,
-    "aot_inductor.precompile_headers": False,
-    "emulate_precision_casts": True,  # else bf16 roundings between fused operations are dropped
-    "pattern_matcher": False,  # else mm + add becomes addmm, which rounds once where the model rounds twice
-    "always_keep_tensor_constants": True,  # else weights of up to 8 elements become literals in the code
-    "joint_graph_constant_folding": False,
-    "reorder_for_locality": False,  # else reads move behind cache writes, and the cache is copied
-    "cpp.threads": 1,  # sums must not depend on the number of threads; heavy operations have their own
-    "max_autotune": False,
-    "freezing": False,
-}
 
 
 @dataclass(frozen=True)
@@ -94,14 +77,22 @@ def lower_graph(program: ExportedProgram, *, name: str, work_dir: Path, isa: str
     input would be copied whole, or if the generated code is not of the expected form.
     """
     level = isa_level(isa)
+    for spec in program.graph_signature.output_specs:
+        if (
+            spec.kind != OutputKind.USER_OUTPUT
+        ):  # writes to inputs became outputs: all regions would be copied
+            raise LoweringError(
+                "the program is decomposed and writes no input in place",
+                where=name,
+                action="lower it as torch.export returns it",
+            )
     work_dir.mkdir(parents=True, exist_ok=True)
-    scratch = work_dir.resolve() / "scratch"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
+    # Not below work_dir, whose name may hold a blank: Inductor does not quote paths to the compiler.
+    scratch = Path(tempfile.mkdtemp(prefix="deepinfer-lower-"))
     try:
         module, arguments, weights = _unlifted(program, name)
         specs = _input_specs(program)
-        generated = _generate(module, arguments, name, scratch, level)
+        generated = generate(module, arguments, name, scratch, level)
         constants, built = _build(generated, specs, name, scratch, level)
         shared_object = Path(shutil.move(built, work_dir / "model.so"))
         extern_json = None
@@ -190,78 +181,16 @@ def _output_specs(program: ExportedProgram) -> tuple[TensorSpec, ...]:
     return tuple(_spec(f"output_{index}", node.meta["val"]) for index, node in enumerate(values))
 
 
-@dataclass(frozen=True)
-class _Generated:
-    """What Inductor leaves: the source, the object with its (empty) constant section, the extern calls."""
-
-    source: str
-    constants_object: Path
-    extern_json: Path | None
-
-
-@contextlib.contextmanager
-def _pinned_inductor(isa: Isa, scratch: Path) -> Iterator[None]:
-    """Make Inductor generate for `isa` on any processor, from fake weights, with caches below `scratch`."""
-    from torch._inductor import cpu_vec_isa
-    from torch._inductor import graph as inductor_graph
-
-    base = {256: cpu_vec_isa.VecAVX2, 512: cpu_vec_isa.VecAVX512}[isa.vector_bits]
-
-    class Pinned(base):  # type: ignore[valid-type, misc]
-        """The level as given: neither probed by a trial compilation nor widened by what the builder has."""
-
-        __hash__ = cpu_vec_isa.VecISA.__hash__
-
-        def __bool__(self) -> bool:
-            return True
-
-    level = Pinned()
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache"), "TMPDIR": str(scratch)}
-    with (
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: [level]),
-        # The original compares storages to merge equal constants; fake weights have none.
-        mock.patch.object(inductor_graph, "is_same_tensor", lambda first, second: first is second),
-    ):
-        yield
-
-
-def _generate(module: fx.GraphModule, arguments: list[Any], name: str, scratch: Path, isa: Isa) -> _Generated:
-    from torch import _inductor
-
-    stem = re.sub(r"\W", "_", name)
-    options = {
-        **_OPTIONS,
-        "cpp.simdlen": isa.vector_bits,
-        "cpp.march": isa.march,
-        "aot_inductor.model_name_for_generated_files": stem,
-        "aot_inductor.output_path": str(scratch / "generated"),
-    }
-    try:
-        with _pinned_inductor(isa, scratch), torch.no_grad():
-            files = _inductor.aot_compile(module, tuple(arguments), options=options)
-    except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise LoweringError(f"Inductor failed: {lines[0]}", where=name) from error
-    paths = [Path(file) for file in files if isinstance(file, str)]
-    by_end = {end: [path for path in paths if path.name.endswith(end)] for end in (".cpp", ".weights.o")}
-    extern = [path for path in paths if path.name == f"{stem}.wrapper.json"]
-    if any(len(found) != 1 for found in by_end.values()):
-        raise LoweringError("Inductor left other files than expected", where=name, action="use torch 2.13")
-    return _Generated(
-        source=by_end[".cpp"][0].read_text(encoding="utf-8"),
-        constants_object=by_end[".weights.o"][0],
-        extern_json=extern[0] if extern else None,
-    )
-
-
 def _build(
-    generated: _Generated, specs: tuple[TensorSpec, ...], name: str, scratch: Path, isa: Isa
+    generated: Generated, specs: tuple[TensorSpec, ...], name: str, scratch: Path, isa: Isa
 ) -> tuple[tuple[tuple[str, str], ...], Path]:
     """Check the generated code, then compile and link it: constants' names and the shared object."""
+    for position in generated.copied_back:
+        raise _copied_region(specs[position], name)
     wrapper, kernels = split_generated(generated.source, name)
     regions = [(i, spec.dtype, spec.shape) for i, spec in enumerate(specs) if spec.mutated]
-    check_no_region_copies(wrapper, regions, name)
+    for position in whole_region_buffers(wrapper, regions, name):
+        raise _copied_region(specs[position], name)
     check_no_threads(wrapper + kernels, name)
     constants = constant_names(wrapper, name)
     (scratch / "wrapper.cpp").write_text(wrapper, encoding="utf-8")
@@ -271,3 +200,11 @@ def _build(
         sources.append(("kernels.cpp", "-O3"))
     built = build_shared_object(sources, [generated.constants_object], isa, scratch, "model.so")
     return constants, built
+
+
+def _copied_region(spec: TensorSpec, name: str) -> LoweringError:
+    return LoweringError(
+        f"the written input {spec.name}, {spec.dtype}{list(spec.shape)}, is copied whole in every call",
+        where=name,
+        action="write a region once, by a whole-record index_put_ or an operation that mutates it",
+    )

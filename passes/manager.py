@@ -52,6 +52,8 @@ class PassResult:
     rewrites: int | None
     expected: int | None
     source_sha256: str
+    nodes_before: int
+    nodes_after: int
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,14 @@ class PassManager:
         results = []
         for index, step in enumerate(self._passes, start=1):
             expected = step.expected(facts) if step.expected is not None else None
-            rewrites = None
+            rewrites, nodes_before = None, len(graph_module.graph.nodes)
             if step.name not in self._disabled:
                 rewrites = self._run_one(step, graph_module, contract, f"{name}, pass {step.name}", progress)
                 self._dump(name, index, step.name, graph_module)
                 if expected is not None and rewrites != expected:
                     raise _wrong_count(step, graph_module, rewrites, expected, name)
-            results.append(PassResult(step.name, step.exact, rewrites, expected, step.source_sha256))
+            nodes = (nodes_before, len(graph_module.graph.nodes))
+            results.append(PassResult(step.name, step.exact, rewrites, expected, step.source_sha256, *nodes))
         graph_module.recompile()
         return PassReport(tuple(results))
 
