@@ -312,3 +312,27 @@ def test_the_manifest_on_disk_is_canonical(tmp_path: Path) -> None:
         data = (tmp_path / "out.di" / "manifest.json").read_bytes()
         assert data == canonical_bytes(artifact.manifest)
         assert "naïve".encode() in data
+
+
+def test_everything_is_durable_before_the_name_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real_rename = os.rename
+
+    def record_sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+
+    def record_rename(*args: object, **kwargs: object) -> None:
+        synced.append("renamed")
+        real_rename(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    artifact_factory.build(tmp_path / "out.di")
+    before, after = synced[: synced.index("renamed")], synced[synced.index("renamed") + 1 :]
+    assert after == [str(tmp_path)]
+    (content,) = {name for name in before if name.endswith("/artifact")}
+    wanted = {str(path.relative_to(tmp_path / "out.di")) for path in (tmp_path / "out.di").rglob("*")}
+    assert {name.removeprefix(content).lstrip("/") for name in before} == wanted | {""}
+    assert before[-1] == content, "a directory is synced after what is in it"
