@@ -133,6 +133,14 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: ((d / "reports").mkdir(), (d / "reports/a.json").symlink_to("../manifest.json")),
         "not a plain file",
     ),
+    "report is a hard link": (
+        lambda d: (
+            (d / "reports").mkdir(),
+            (d.parent / "r").write_text(""),
+            os.link(d.parent / "r", d / "reports/a.json"),
+        ),
+        "not a plain file",
+    ),
     "report is a directory": (lambda d: (d / "reports/a.json").mkdir(parents=True), "not a plain file"),
     "reports is a file": (lambda d: (d / "reports").write_text(""), "not a directory"),
     "reports is a link": (
