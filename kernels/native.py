@@ -18,12 +18,14 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from deepinfer.errors import ArtifactCorruptError, ArtifactMismatchError, LoweringError, ResourceError
-from deepinfer.kernels.registry import NAMESPACE
+from deepinfer.kernels import OPS
+from deepinfer.kernels.registry import NAMESPACE, register_fake
 
 SOURCE_DIR = Path(__file__).parent / "cpu"
 LIBRARY_NAME = "libdeepinfer_ops.so"
@@ -41,10 +43,13 @@ COMPILE_FLAGS = (
     "-fno-fast-math",
     "-fopenmp",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-fno-ident",
     "-Wno-psabi",
+)
+LINK_FLAGS = (
+    "-shared",
+    "-fopenmp",
     "-s",
     "-Wl,--build-id=none",
     "-Wl,--as-needed",
@@ -114,7 +119,7 @@ def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DI
     sources = sorted((*source_dir.glob("*.cpp"), *source_dir.glob("*.h")))
     inputs = {
         "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
-        "flags": [*COMPILE_FLAGS, *_torch_flags("", "")],
+        "flags": [*COMPILE_FLAGS, *_include_flags(""), *LINK_FLAGS, *_library_flags("")],
         "march": ISA_LEVELS[isa][0],
         "compiler": compiler_version(compiler),
         "torch": [torch.__version__, torch.version.git_version],
@@ -164,15 +169,18 @@ def load_op_library(path: Path) -> None:
 
 
 def load_host_library(cache_dir: Path | None = None) -> Path:
-    """Build (or find) the library for this machine, load it, and return its path."""
+    """Build (or find) the library for this machine, load it, and return its path.
+
+    For processes that trace or compile: the shape rules are registered as well, which serving does not need.
+    """
     path = build_op_library(host_isa(), cache_dir)
     load_op_library(path)
+    for op in OPS:
+        register_fake(op)
     return path
 
 
 def _check_schemas(path: Path) -> None:
-    from deepinfer.kernels import OPS
-
     for op in OPS:
         packet = _registered(op.name)
         found = None if packet is None else str(packet.default._schema).removeprefix(f"{NAMESPACE}::")
@@ -188,34 +196,32 @@ def _registered(name: str) -> torch._ops.OpOverloadPacket | None:
     return getattr(getattr(torch.ops, NAMESPACE), name, None)
 
 
-def _torch_flags(include_dir: str, library_dir: str) -> list[str]:
-    """Flags that name torch's folders; with empty folders, their part of the key."""
-    return [
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-ffile-prefix-map={include_dir}=torch",
-        f"-isystem{include_dir}",
-        f"-L{library_dir}",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
+def _include_flags(folder: str) -> list[str]:
+    """Flags that name torch's headers; with an empty folder, their part of the key."""
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [abi, f"-ffile-prefix-map={folder}=torch", f"-isystem{folder}"]
+
+
+def _library_flags(folder: str) -> list[str]:
+    return [f"-L{folder}", "-ltorch_cpu", "-lc10"]
 
 
 def _compile(isa: str, target: Path, compiler: str, source_dir: Path) -> None:
-    torch_dir = Path(torch.__file__).parent
+    torch_dir, command = Path(torch.__file__).parent, _find(compiler)
+    flags = [*COMPILE_FLAGS, f"-march={ISA_LEVELS[isa][0]}", *_include_flags(str(torch_dir / "include"))]
     sources = sorted(path.name for path in source_dir.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
+        objects = [str(Path(scratch) / f"{source}.o") for source in sources]
+
+        def compile_one(source: str, output: str) -> None:
+            # Named relative to their folder, so that no path of this machine can enter the bytes.
+            _run([command, *flags, "-c", source, "-o", output], cwd=source_dir, scratch=scratch)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(compile_one, sources, objects))
         output = Path(scratch) / LIBRARY_NAME
-        command = [
-            _find(compiler),
-            *COMPILE_FLAGS,
-            f"-march={ISA_LEVELS[isa][0]}",
-            "-o",
-            str(output),
-            *sources,
-        ]
-        command += _torch_flags(str(torch_dir / "include"), str(torch_dir / "lib"))
-        # Sources are named relative to their folder, so that no path of this machine can enter the bytes.
-        _run(command, cwd=source_dir, scratch=scratch)
+        link = [command, *LINK_FLAGS, "-o", str(output), *objects, *_library_flags(str(torch_dir / "lib"))]
+        _run(link, scratch=scratch)
         with output.open("rb+") as file:
             os.fsync(file.fileno())
         output.replace(target)

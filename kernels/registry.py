@@ -46,6 +46,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         """Run the reference; inside `captured_ops()`, call the registered operation instead."""
         if _captured.get():
+            register_fake(self)
             return self.native(*args)
         return self.reference(*args)
 
@@ -65,25 +66,21 @@ class Op:
         return packet.default
 
 
-def register_fakes(ops: tuple[Op, ...]) -> None:
-    """Register the shape rule of every op, once per process. Raises CaptureError without the op library."""
-    for op in ops:
-        if op.name not in _fakes_registered:
-            op.overload()
-            torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
-            _fakes_registered.add(op.name)
+def register_fake(op: Op) -> None:
+    """Register the shape rule of `op`, once per process. Raises CaptureError without the op library."""
+    if op.name not in _fakes_registered:
+        op.overload()
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
+        _fakes_registered.add(op.name)
 
 
 @contextlib.contextmanager
 def captured_ops() -> Iterator[None]:
     """Within the block every Op call goes to the dispatcher, so that a trace records one node per call.
 
-    Raises CaptureError if the op library is not loaded. Restores the former routing on exit, also after an
-    exception; other threads and tasks are not affected.
+    A call raises CaptureError if the op library is not loaded. Restores the former routing on exit, also
+    after an exception; other threads and tasks are not affected.
     """
-    from deepinfer.kernels import OPS
-
-    register_fakes(OPS)
     token = _captured.set(True)
     try:
         yield

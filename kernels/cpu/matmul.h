@@ -1,8 +1,8 @@
 // One matrix product for every weight format: y[r][n] = sum_k W[n][k] * x[r][k], float32.
 //
 // Order of sums: lane l of 16 takes k = l, 16 + l, ... in ascending order by fused multiply-add from zero,
-// then Lanes::sum. K is cut into chunks (accumulators are parked in memory between them), rows and columns into
-// tiles; none of that changes the order, so a row's result depends on the row alone.
+// then Lanes::sum. K is cut into chunks (accumulators are parked in memory between them), rows and columns
+// into tiles; none of that changes the order, so a row's result depends on the row alone.
 //
 // Four columns of weights are decoded to float32 once per chunk and used for up to kRowBlock rows.
 #pragma once
