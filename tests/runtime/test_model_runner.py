@@ -161,6 +161,9 @@ def test_logits_come_in_pieces_without_padding_rows(buckets: tuple[int, ...]) ->
         logits = runner._logits_of(hidden, np.array(rows, dtype=np.int64))
         if rows:
             assert torch.equal(logits, hidden[rows] * 2)
+            last = len(rows) % buckets[-1] or buckets[-1]  # rows of the last call
+            static = runner._hidden[min(bucket for bucket in buckets if bucket >= last)]
+            assert not static[last:].any(), "padding rows of an earlier call remain"
         else:
             assert logits.shape == (0, limits.vocab_size)
 
