@@ -95,6 +95,7 @@ class LoadedArtifact:
     artifact_id: str
     manifest: Manifest
     limits: Limits
+    graphs: dict[str, CompiledGraph]  # by name, weights bound
     runner: CpuModelRunner
     arenas: CacheArenas
     weights: WeightStore
@@ -125,9 +126,9 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
             weights = WeightStore.open(artifact)
             sizes.append(weights.total_bytes)
         with report.part("graphs") as sizes:
-            entries = [entry for entry in manifest.graphs if not entry.taps]
-            graphs = {entry.name: open_graph(artifact, entry.name, weights.tensors) for entry in entries}
-            names = {f"graphs/{entry.name}/model.so" for entry in entries}
+            names = [entry.name for entry in manifest.graphs]
+            graphs = {name: open_graph(artifact, name, weights.tensors) for name in names}
+            names = [f"graphs/{name}/model.so" for name in names]
             sizes += [entry.bytes for entry in manifest.files if entry.path in names]
         with report.part("caches") as sizes:
             arenas = CacheArenas.allocate(manifest.cache)
@@ -142,7 +143,7 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
                 tokenizer = Tokenizer(data)
         report.counts = watch.counts()
         return LoadedArtifact(
-            artifact.artifact_id, manifest, limits, runner, arenas, weights, tokenizer, report, watch
+            artifact.artifact_id, manifest, limits, graphs, runner, arenas, weights, tokenizer, report, watch
         )
 
 
@@ -161,7 +162,7 @@ def check_machine(manifest: Manifest, directory: Path | str) -> None:
 def limits_of(artifact: OpenedArtifact) -> Limits:
     """The sizes that scheduler and runner need. Raises ArtifactFormatError where the graphs do not serve."""
     manifest = artifact.manifest
-    entries = [entry for entry in manifest.graphs if not entry.taps]
+    entries = manifest.graphs
     buckets = {
         phase: tuple(sorted(entry.bucket for entry in entries if entry.phase == phase))
         for phase in (PREFILL, DECODE, LOGITS)
@@ -256,7 +257,7 @@ def _check_outputs(artifact: OpenedArtifact, entry: GraphEntry) -> None:
         if hidden is None or (first.shape[1], first.dtype) != (vocab, "float32"):
             raise _unusable(f"{entry.name} does not map hidden rows to {vocab} float32 logits")
         for step in artifact.manifest.graphs:
-            if step.phase in (PREFILL, DECODE) and not step.taps:
+            if step.phase in (PREFILL, DECODE):
                 made = artifact.signatures[step.name].outputs[:1]
                 if not made or (made[0].shape[1:], made[0].dtype) != (hidden.shape[1:], hidden.dtype):
                     raise _unusable(f"{entry.name} does not take the hidden rows of {step.name}")

@@ -127,7 +127,6 @@ def entries(**replaced: dict) -> tuple[GraphEntry, ...]:
     [
         (entries(**{"decode-4": {"request_rows": 3}}), "table of 3"),
         (entries(**{"prefill-4": {"request_rows": 1}}), "no common size"),
-        (entries(**{"decode-1": {"taps": True}, "decode-4": {"taps": True}}), "no decode graph"),
     ],
 )
 def test_graphs_that_do_not_serve_are_refused(
@@ -135,6 +134,25 @@ def test_graphs_that_do_not_serve_are_refused(
 ) -> None:
     store.trust(write_artifact(tmp_path / "out", changes={"graphs": graphs}))
     with pytest.raises(ArtifactFormatError, match=message):
+        loader.load_artifact(tmp_path / "out", store)
+
+
+def test_graphs_that_export_residuals_serve_like_others(
+    tmp_path: Path, store: TrustStore, opened: OpenedFakes
+) -> None:
+    graphs = entries(**{"decode-1": {"taps": True}, "prefill-4": {"taps": True}})
+    store.trust(write_artifact(tmp_path / "out", changes={"graphs": graphs}))
+    limits = loader.load_artifact(tmp_path / "out", store).limits
+    assert (limits.decode_buckets, limits.prefill_buckets) == ((1, 4), (4, 16))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "logits"])
+def test_artifact_without_a_phase_is_refused(
+    tmp_path: Path, store: TrustStore, nothing_native_runs: None, phase: str
+) -> None:
+    left = tuple(entry for entry in entries() if entry.phase != phase)
+    store.trust(write_artifact(tmp_path / "out", changes={"graphs": left}, without_phase=phase))
+    with pytest.raises(ArtifactFormatError, match=f"no {phase} graph"):
         loader.load_artifact(tmp_path / "out", store)
 
 

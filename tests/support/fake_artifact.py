@@ -70,7 +70,8 @@ def write_artifact(
     *,
     tokenizer: str | None = TOKENIZER,
     changes: Mapping[str, object] | None = None,
-    signature_changes: Mapping[str, object] | None = None,
+    signature_changes: Mapping[str, dict] | None = None,
+    without_phase: str | None = None,
 ) -> str:
     """Write an artifact and return its id; `changes` go to the manifest, the others to signatures by name."""
     runner = fake_graphs.fake_runner()
@@ -93,6 +94,8 @@ def write_artifact(
         signatures[name] = msgspec.structs.replace(signature, **(signature_changes or {}).get(name, {}))
     with ArtifactWriter(directory) as writer:
         for name, signature in signatures.items():
+            if name.split("-")[0] == without_phase:
+                continue
             writer.add_file(f"graphs/{name}/model.so", f"stands for {name}".encode())
             writer.add_file(f"graphs/{name}/graph.txt", b"")
             writer.add_file(f"graphs/{name}/signature.json", canonical_bytes(signature))
