@@ -17,7 +17,7 @@ Writing (`writer.py`, `build_cache.py`)
       .finish(manifest) -> artifact_id        fill in `files`, put the artifact in place
     BuildCache(root, max_bytes=4 GiB)       `.get(key)`, `.put(key, files)`: build results by SHA-256 key
     canonical_bytes(value) -> bytes         bytes of a struct: for signature.json, passes.json
-    graph_name(phase, bucket, taps=False)   the directory below graphs/
+    graph_name(phase, bucket)               the directory below graphs/
 
 Reading (`reader.py`, `inspect.py`)
     open_artifact(directory, verify=True)   an OpenedArtifact: everything checked, nothing executed

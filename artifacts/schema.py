@@ -113,7 +113,10 @@ class Limits(Record, frozen=True, kw_only=True):
 
 
 class GraphEntry(Record, frozen=True, kw_only=True):
-    """One compiled graph; `request_rows` is the size of its request table (R)."""
+    """One compiled graph; `request_rows` is the size of its request table (R).
+
+    With `taps` it returns, after its result, the residual streams after every part of every layer.
+    """
 
     name: Name
     phase: Phase

@@ -84,14 +84,14 @@ def check_manifest(manifest: Manifest) -> None:
     _check_files(manifest)
 
 
-def graph_name(phase: str, bucket: int, *, taps: bool = False) -> str:
-    """The name of a graph, which is also its directory below `graphs/`: `decode-4`, `prefill-16-taps`."""
-    return f"{phase}-{bucket}-taps" if taps else f"{phase}-{bucket}"
+def graph_name(phase: str, bucket: int) -> str:
+    """The name of a graph, which is also its directory below `graphs/`: `decode-4`."""
+    return f"{phase}-{bucket}"
 
 
-def graph_order(graph: GraphEntry) -> tuple[str, int, bool]:
+def graph_order(graph: GraphEntry) -> tuple[str, int]:
     """Sort key of the manifest's graph list: phase, then bucket."""
-    return graph.phase, graph.bucket, graph.taps
+    return graph.phase, graph.bucket
 
 
 def _check_graphs(graphs: tuple[GraphEntry, ...]) -> None:
@@ -99,12 +99,8 @@ def _check_graphs(graphs: tuple[GraphEntry, ...]) -> None:
         raise _bad("not sorted by phase and bucket", "graphs")
     _require_unique((graph.name for graph in graphs), "graphs")
     for graph in graphs:
-        allowed = {
-            graph_name(graph.phase, graph.bucket),
-            graph_name(graph.phase, graph.bucket, taps=graph.taps),
-        }
-        if graph.name not in allowed:
-            raise _bad(f"{graph.name} must be named {' or '.join(sorted(allowed))}", "graphs")
+        if graph.name != graph_name(graph.phase, graph.bucket):
+            raise _bad(f"{graph.name} must be named {graph_name(graph.phase, graph.bucket)}", "graphs")
 
 
 def check_cache(cache: CacheLayout) -> None:

@@ -19,10 +19,9 @@ from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig, load_config
 from deepinfer.graphs.context import PhaseName, Tap, unchanged
 from deepinfer.graphs.records import PRECISIONS, Precision, PrecisionName
-from deepinfer.graphs.rope import rope_tables
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_step, logits_step
-from deepinfer.graphs.weights import build_weight_store
+from deepinfer.graphs.store import build_store
 
 ROW_MULTIPLE = 8
 
@@ -50,8 +49,7 @@ class EagerModel:
         Raises ModelError (and its subclasses) when the directory is not a usable checkpoint.
         """
         config = load_config(model_dir)
-        weights = build_weight_store(Checkpoint(model_dir, config))
-        weights.update(rope_tables(config, max_model_len))
+        weights = build_store(Checkpoint(model_dir, config), config, max_model_len)
         layout = cache_layout(config, precision, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         return cls(config, PRECISIONS[precision], weights, layout)
 

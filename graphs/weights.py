@@ -7,6 +7,7 @@ the checkpoint stores. Owns names and shapes of the store; knows nothing about f
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -165,13 +166,19 @@ def weight_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], torch.
     return {name: (spec.shape, spec.dtype) for name, spec in _all_weights(config)}
 
 
-def iter_weight_store(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Make the store one tensor at a time, so that a writer need not hold it whole."""
+def weight_loaders(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """A function per tensor of the store that makes it, in order: a writer need not hold the store whole.
+
+    Raises TokenizerError or ConfigError when the constants of the n-gram hash cannot be derived.
+    """
     tables = build_engram_tables(checkpoint.model_dir, checkpoint.config)
-    for name, spec in _all_weights(checkpoint.config):
+
+    def load(name: str, spec: WeightSpec) -> Tensor:
         tensor = spec.build(checkpoint, tables)
         assert tuple(tensor.shape) == spec.shape and tensor.dtype == spec.dtype, name
-        yield name, tensor
+        return tensor
+
+    return {name: partial(load, name, spec) for name, spec in _all_weights(checkpoint.config)}
 
 
 def build_weight_store(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -180,4 +187,4 @@ def build_weight_store(checkpoint: Checkpoint) -> dict[str, Tensor]:
     Tensors whose layout equals the checkpoint's are read-only views of its files. Raises TokenizerError or
     ConfigError when the constants of the n-gram hash cannot be derived.
     """
-    return dict(iter_weight_store(checkpoint))
+    return {name: load() for name, load in weight_loaders(checkpoint).items()}

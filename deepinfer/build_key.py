@@ -1,0 +1,51 @@
+"""The key of a graph in the build cache: a digest of everything that decides its files.
+
+Sources of the packages that make a graph are part of it, so a change of one line rebuilds what it may change
+and nothing is ever taken from the cache that this version would build otherwise.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepinfer.graphs
+import deepinfer.kernels
+import deepinfer.passes
+from deepinfer.artifacts import canonical_bytes
+from deepinfer.passes.toolchain import toolchain_identity
+
+# model, ops and passes; the drivers around them (eager runs, settings) do not reach a graph
+_PACKAGES = (deepinfer.graphs, deepinfer.kernels, deepinfer.passes)
+_BUILDER_FILES = ("build_worker.py", "build_key.py")
+
+
+@cache
+def sources_sha256() -> str:
+    """Digest over the names and bytes of every source file that takes part in building a graph."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        root = Path(package.__path__[0])
+        files = [path for pattern in ("*.py", "*.cpp", "*.h") for path in root.rglob(pattern)]
+        for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
+            _update(digest, f"{package.__name__}/{path.relative_to(root).as_posix()}", path)
+    for name in _BUILDER_FILES:
+        _update(digest, name, Path(__file__).parent / name)
+    return digest.hexdigest()
+
+
+def _update(digest: "hashlib._Hash", name: str, path: Path) -> None:
+    digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+
+
+def graph_key(job: dict[str, Any]) -> str:
+    """Return the key of one graph; `job` holds what the build depends on, without paths."""
+    identity = {
+        "job": job,
+        "sources": sources_sha256(),
+        "toolchain": {name: str(value) for name, value in toolchain_identity(job["isa"]).items()},
+        "torch": [str(torch.__version__), str(torch.version.git_version)],
+    }
+    return hashlib.sha256(canonical_bytes(identity)).hexdigest()

@@ -1,0 +1,161 @@
+"""One graph built in a process of its own: capture, passes, lowering, and the files an artifact keeps of it.
+
+Run as `python -m deepinfer.build_worker JOB.json`. The parent reads the files that this leaves in the job's
+work directory; `result.json` comes last, so that its presence says that the others are whole. An error is
+written to `error.json` as plain data. Nothing is exchanged but JSON and files.
+"""
+
+import ctypes
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch.export import ExportedProgram
+
+from deepinfer.artifacts import (
+    ConstantSpec,
+    GraphSignature,
+    InputSpec,
+    OutputSpec,
+    PassReport,
+    PassResult,
+    canonical_bytes,
+)
+from deepinfer.errors import DeepInferError
+from deepinfer.graphs.cache_layout import cache_layout
+from deepinfer.graphs.capture import GraphSpec, capture, weight_name
+from deepinfer.graphs.config import parse_config
+from deepinfer.graphs.records import PRECISIONS
+from deepinfer.graphs.store import store_specs
+from deepinfer.kernels.native import load_host_library
+from deepinfer.passes.capture_safety import check_captured
+from deepinfer.passes.frozen_values import check_same_trace
+from deepinfer.passes.lower import LoweredGraph, lower_graph
+from deepinfer.passes.manager import PassManager
+from deepinfer.passes.manager import PassReport as ManagerReport
+from deepinfer.passes.pipeline import PASSES_EXACT
+from deepinfer.passes.text import graph_text
+
+ARTIFACT_FILES = ("model.so", "model.json", "signature.json", "graph.txt", "passes.json")
+_PR_SET_PDEATHSIG = 1
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that one graph's build depends on, and where its files go."""
+
+    config: dict[str, Any]  # content of config.json
+    precision: str
+    max_num_seqs: int
+    max_model_len: int
+    num_blocks: int
+    phase: str
+    bucket: int
+    request_rows: int
+    taps: bool
+    isa: str
+    disabled_passes: tuple[str, ...]
+    cache_dir: str  # of the op library that tracing needs
+    dump_dir: str | None
+    work_dir: str
+
+    @property
+    def spec(self) -> GraphSpec:
+        """The graph to build."""
+        return GraphSpec(self.phase, self.bucket, self.request_rows, self.taps)
+
+
+def build_graph(job: Job) -> None:
+    """Build the job's graph into its work directory. Raises BuildError (and its subclasses)."""
+    work_dir = Path(job.work_dir)
+    load_host_library(Path(job.cache_dir))
+    program = captured_program(job)
+    nodes_captured = len(program.graph.nodes)
+    dump_dir = Path(job.dump_dir) if job.dump_dir else None
+    report = PassManager(PASSES_EXACT, job.disabled_passes, dump_dir).run(program, name=job.spec.name)
+    text = graph_text(program.graph_module)
+    lowered = lower_graph(program, name=job.spec.name, work_dir=work_dir, isa=job.isa)
+    (work_dir / "graph.txt").write_text(text)
+    (work_dir / "signature.json").write_bytes(canonical_bytes(signature_of(lowered)))
+    (work_dir / "passes.json").write_bytes(canonical_bytes(pass_results(report)))
+    facts = {
+        "nodes_captured": nodes_captured,
+        "nodes": len(program.graph.nodes),
+        "rewrites": sum(result.rewrites or 0 for result in report.results),
+    }
+    (work_dir / "result.json").write_text(json.dumps(facts))
+
+
+def captured_program(job: Job) -> ExportedProgram:
+    """Trace the job's graph twice, refuse what may not be compiled, and return the first trace."""
+    config = parse_config(job.config)
+    layout = cache_layout(
+        config,
+        job.precision,
+        max_num_seqs=job.max_num_seqs,
+        max_model_len=job.max_model_len,
+        num_blocks=job.num_blocks,
+    )
+    specs = store_specs(config, job.max_model_len)
+    precision = PRECISIONS[job.precision]
+    program = capture(job.spec, config, precision, layout, specs)
+    again = capture(job.spec, config, precision, layout, specs)
+    check_same_trace(program, again, job.spec.name)
+    check_captured(program, job.spec.name)
+    return program
+
+
+def signature_of(lowered: LoweredGraph) -> GraphSignature:
+    """The artifact's record of how to call a lowered graph."""
+    return GraphSignature(
+        inputs=tuple(
+            InputSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape, strides=spec.stride)
+            for spec in lowered.inputs
+        ),
+        outputs=tuple(
+            OutputSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in lowered.outputs
+        ),
+        constants=tuple(
+            ConstantSpec(name=spec.name, weight=weight_name(spec.weight)) for spec in lowered.constants
+        ),
+    )
+
+
+def pass_results(report: ManagerReport) -> PassReport:
+    """The artifact's record of what every pass did."""
+    return PassReport(
+        passes=tuple(
+            PassResult(
+                name=result.name,
+                rewrites=result.rewrites or 0,
+                nodes_before=result.nodes_before,
+                nodes_after=result.nodes_after,
+            )
+            for result in report.results
+        )
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Build the graph of the job file named on the command line."""
+    # a parent that was killed must not leave workers behind
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Job)
+    try:
+        build_graph(job)
+    except DeepInferError as error:
+        fault = {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "action": error.action,
+        }
+        (Path(job.work_dir) / "error.json").write_text(json.dumps(fault))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

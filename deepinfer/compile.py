@@ -1,0 +1,310 @@
+"""From a checkpoint to an artifact: read, capture and lower every graph, pack the weights, write, prove.
+
+The output directory appears complete or not at all. What is built depends on the checkpoint, the settings and
+the toolchain alone, so that the same inputs give the same bytes.
+"""
+
+import hashlib
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepinfer import __version__
+from deepinfer.artifacts import (
+    ArtifactWriter,
+    BuildCache,
+    CacheLayout,
+    CacheRegion,
+    GraphEntry,
+    Limits,
+    Manifest,
+    ModelInfo,
+    PassInfo,
+    Target,
+    Toolchain,
+    TrustStore,
+    WeightsInfo,
+    canonical_bytes,
+)
+from deepinfer.build_graphs import BuiltGraph, build_graphs
+from deepinfer.build_worker import Job
+from deepinfer.errors import ArtifactMismatchError, ConfigError
+from deepinfer.graphs import cache_layout as declared
+from deepinfer.graphs.capture import GraphSpec, residual_taps
+from deepinfer.graphs.checkpoint import Checkpoint
+from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, parse_config
+from deepinfer.graphs.config_schema import MODEL_TYPE
+from deepinfer.graphs.records import PRECISIONS
+from deepinfer.graphs.store import store_loaders, store_specs
+from deepinfer.graphs.strict_json import read_json_object
+from deepinfer.kernels import native
+from deepinfer.passes.pipeline import PASSES_EXACT
+from deepinfer.passes.toolchain import toolchain_identity
+from deepinfer.progress import Progress
+from deepinfer.settings import CompileConfig
+from deepinfer.tokenizer_files import eos_token_ids, tokenizer_files
+from deepinfer.tolerances import TOLERANCES
+from deepinfer.weight_file import write_weight_file
+
+# exporting residuals costs their bytes at every step: by default only where that is next to nothing
+AUTO_TAPS_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """What there is to tell of one graph of a build."""
+
+    name: str
+    nodes_captured: int
+    nodes: int
+    rewrites: int
+    seconds: float
+    from_cache: bool
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What a build made. `certified` is False when the compiled graphs differ from the eager model."""
+
+    artifact_id: str
+    out_dir: Path
+    graphs: list[GraphSummary]
+    weights_bytes: int
+    seconds: float
+    certified: bool | None
+    explanation: str
+
+
+@dataclass(frozen=True)
+class _Build:
+    """A build with every setting resolved."""
+
+    model_dir: Path
+    config_json: dict[str, Any]
+    config: ModelConfig
+    options: CompileConfig
+    isa: str
+    layout: declared.CacheLayout
+    specs: list[GraphSpec]
+
+
+def compile_model(
+    model_dir: str | Path,
+    out_dir: str | Path,
+    config: CompileConfig | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    dump_dir: Path | None = None,
+    certify: bool = True,
+    trust_store: TrustStore | None = None,
+) -> CompileResult:
+    """Compile the checkpoint in `model_dir` into the artifact `out_dir`.
+
+    `force` replaces an artifact that is there. `cache_dir` keeps finished graphs for later builds; `dump_dir`
+    gets the graph's text after every pass. With `certify` the artifact is compared with the eager model and
+    the result is written beside it. The artifact's id is recorded as built by this user.
+
+    Raises ModelError for an unusable checkpoint, BuildError when a graph cannot be compiled, and
+    ArtifactWriteError when the output cannot be written; `out_dir` is then as it was before.
+    """
+    started = time.perf_counter()
+    progress = progress or Progress()
+    cache_dir = cache_dir or native.user_cache_dir().parent
+    build = _resolve(Path(model_dir), config or CompileConfig())
+    out_dir = Path(out_dir)
+    with ArtifactWriter(out_dir, force=force) as writer:
+        # the checkpoint is opened, and everything wrong with it named, before any work is done
+        checkpoint = Checkpoint(build.model_dir, build.config)
+        files = tokenizer_files(build.model_dir)
+        library = native.build_op_library(build.isa, cache_dir / "native")
+        jobs = [_job(build, spec, cache_dir / "native", dump_dir) for spec in build.specs]
+        graphs = build_graphs(jobs, BuildCache(cache_dir / "graphs"), build.options.jobs or 1, progress)
+        for graph in graphs:
+            for name, data in sorted(graph.files.items()):
+                writer.add_file(f"graphs/{graph.name}/{name}", data)
+        writer.add_file_from(f"native/{native.LIBRARY_NAME}", library)
+        for name, data in sorted(files.items()):
+            writer.add_file(f"tokenizer/{name}", data)
+        weights_bytes = _write_weights(writer, build, checkpoint, progress)
+        artifact_id = writer.finish(_manifest(build, checkpoint, files, library, weights_bytes))
+    trust_store = trust_store or TrustStore()
+    trust_store.record_built(artifact_id)
+    certified, explanation = None, "not compared with the eager model"
+    if certify:
+        certified, explanation = _certify(out_dir, build, trust_store, progress)
+    return CompileResult(
+        artifact_id=artifact_id,
+        out_dir=out_dir,
+        graphs=[_summary(graph) for graph in graphs],
+        weights_bytes=weights_bytes,
+        seconds=time.perf_counter() - started,
+        certified=certified,
+        explanation=explanation,
+    )
+
+
+def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
+    config_json = read_json_object(model_dir / "config.json", MAX_CONFIG_BYTES, ConfigError)
+    config = parse_config(config_json)
+    options = options.resolved(max_position_embeddings=config.max_position_embeddings)
+    assert options.max_model_len is not None and options.logits_rows is not None
+    layout = declared.cache_layout(
+        config,
+        options.precision,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        num_blocks=options.num_blocks,
+    )
+    isa = native.host_isa() if options.isa == "auto" else options.isa
+    return _Build(model_dir, config_json, config, options, isa, layout, _graph_specs(config, options))
+
+
+def _graph_specs(config: ModelConfig, options: CompileConfig) -> list[GraphSpec]:
+    """The graphs of a build, largest first, since the largest takes longest to compile."""
+    prefill, decode = options.prefill_tokens, options.decode_rows
+    itemsize = PRECISIONS[options.precision].dtype.itemsize
+    row_bytes = len(residual_taps(config)) * config.hc_mult * config.hidden_size * itemsize
+    small = max(*prefill, *decode) * row_bytes <= AUTO_TAPS_BYTES
+    taps = options.taps == "on" or (options.taps == "auto" and options.precision == "native" and small)
+    specs = [GraphSpec("prefill", rows, options.max_num_seqs, taps) for rows in reversed(prefill)]
+    specs += [GraphSpec("decode", rows, rows, taps) for rows in reversed(decode)]
+    return specs + [GraphSpec("logits", rows, 0) for rows in reversed(options.logits_rows or ())]
+
+
+def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | None) -> Job:
+    options = build.options
+    return Job(
+        config=build.config_json,
+        precision=options.precision,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len or 0,
+        num_blocks=build.layout.num_blocks,
+        phase=spec.phase,
+        bucket=spec.bucket,
+        request_rows=spec.request_rows,
+        taps=spec.taps,
+        isa=build.isa,
+        disabled_passes=options.disabled_passes,
+        cache_dir=str(library_dir),
+        dump_dir=str(dump_dir) if dump_dir else None,
+        work_dir="",
+    )
+
+
+def _write_weights(writer: ArtifactWriter, build: _Build, checkpoint: Checkpoint, progress: Progress) -> int:
+    length = build.options.max_model_len or 0
+    specs = store_specs(build.config, length)
+    total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values())
+    progress.start("weights", total)
+    with writer.create_file("weights/model.safetensors") as file:
+
+        def write(data: memoryview | bytes) -> None:
+            file.write(data)
+            progress.advance(units=len(data))
+
+        return write_weight_file(write, specs, store_loaders(checkpoint, build.config, length))
+
+
+def _manifest(
+    build: _Build, checkpoint: Checkpoint, files: dict[str, bytes], library: Path, weights_bytes: int
+) -> Manifest:
+    config, options, layout = build.config, build.options, build.layout
+    tokenizer = files.get("tokenizer.json")
+    toolchain = toolchain_identity(build.isa)
+    return Manifest(
+        model=ModelInfo(
+            model_type=MODEL_TYPE,
+            architecture="DeepseekV41ForCausalLM",
+            vocab_size=config.vocab_size,
+            num_hidden_layers=config.num_hidden_layers,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=eos_token_ids(config, files),
+            pad_token_id=config.pad_token_id,
+            image_token_id=config.image_token_id,
+            config_sha256=hashlib.sha256(canonical_bytes(config.to_canonical_dict())).hexdigest(),
+        ),
+        weights=WeightsInfo(
+            sha256=checkpoint.digest(), tensor_count=len(checkpoint.names), total_bytes=weights_bytes
+        ),
+        tokenizer_sha256=hashlib.sha256(tokenizer).hexdigest() if tokenizer is not None else None,
+        toolchain=Toolchain(
+            deepinfer=__version__,
+            torch=str(torch.__version__),
+            python=".".join(platform.python_version_tuple()[:2]),
+            compiler=toolchain["compiler"],
+            op_library_sha256=hashlib.sha256(library.read_bytes()).hexdigest(),
+        ),
+        target=Target(device="cpu", arch=platform.machine(), isa=build.isa),
+        precision=options.precision,
+        passes=tuple(
+            PassInfo(name=step.name, sha256=step.source_sha256, exact=step.exact) for step in PASSES_EXACT
+        ),
+        disabled_passes=options.disabled_passes,
+        options={**options.effective(), "isa": build.isa},
+        cache=_cache_section(layout),
+        limits=Limits(max_model_len=options.max_model_len or 0, max_num_seqs=options.max_num_seqs),
+        tolerances=TOLERANCES[options.precision],
+        graphs=tuple(
+            GraphEntry(
+                name=spec.name,
+                phase=spec.phase,  # type: ignore[arg-type]
+                bucket=spec.bucket,
+                request_rows=spec.request_rows,
+                taps=spec.taps,
+            )
+            for spec in sorted(build.specs, key=lambda spec: (spec.phase, spec.bucket))
+        ),
+    )
+
+
+def _cache_section(layout: declared.CacheLayout) -> CacheLayout:
+    return CacheLayout(
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        num_blocks=layout.num_blocks,
+        slot_bytes=layout.slot_bytes,
+        num_slots=layout.num_slots,
+        max_blocks_per_request=layout.max_blocks_per_request,
+        regions=tuple(
+            CacheRegion(
+                name=region.name,
+                kind=region.kind,
+                offset_bytes=region.offset_bytes,
+                entries=region.entries,
+                record_shape=region.record_shape,
+                dtype=region.dtype,  # type: ignore[arg-type]
+                tokens_per_entry=region.tokens_per_entry,
+            )
+            for region in layout.regions
+        ),
+    )
+
+
+def _certify(
+    out_dir: Path, build: _Build, trust_store: TrustStore, progress: Progress
+) -> tuple[bool | None, str]:
+    from deepinfer.diff import certify_artifact  # imports the runtime, which a build needs only here
+
+    try:
+        report = certify_artifact(out_dir, build.model_dir, progress=progress, trust_store=trust_store)
+    except ArtifactMismatchError as error:
+        # code for another processor cannot be run here; the proof is made where it can be
+        return None, f"not compared with the eager model: {error.what}"
+    return report.passed, report.explanation
+
+
+def _summary(graph: BuiltGraph) -> GraphSummary:
+    return GraphSummary(
+        name=graph.name,
+        nodes_captured=graph.nodes_captured,
+        nodes=graph.nodes,
+        rewrites=graph.rewrites,
+        seconds=graph.seconds,
+        from_cache=graph.from_cache,
+    )
