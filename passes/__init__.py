@@ -23,13 +23,14 @@ Knows nothing about models, phases or files of an artifact.
 
 from deepinfer.passes.capture_safety import check_captured
 from deepinfer.passes.frozen_values import check_same_trace
-from deepinfer.passes.lower import LoweredGraph, TensorSpec, lower_graph
+from deepinfer.passes.lower import ConstantSpec, LoweredGraph, TensorSpec, lower_graph
 from deepinfer.passes.manager import Pass, PassManager, PassReport
 from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.text import graph_text
 
 __all__ = [
     "PASSES_EXACT",
+    "ConstantSpec",
     "LoweredGraph",
     "Pass",
     "PassManager",

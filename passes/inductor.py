@@ -139,7 +139,7 @@ def generate(module: fx.GraphModule, arguments: list[Any], name: str, scratch: P
         raise
     except Exception as error:
         raise LoweringError(f"Inductor failed: {_gist(error)}", where=name) from error
-    paths = [Path(file) for file in files if isinstance(file, str)]
+    paths = [Path(file) for file in files if isinstance(file, str)] if isinstance(files, list) else []
     by_end = {end: [path for path in paths if path.name.endswith(end)] for end in (".cpp", ".weights.o")}
     extern = [path for path in paths if path.name == f"{stem}.wrapper.json"]
     if any(len(found) != 1 for found in by_end.values()):
