@@ -111,11 +111,17 @@ def signature_of(lowered: LoweredGraph) -> GraphSignature:
     """The artifact's record of how to call a lowered graph."""
     return GraphSignature(
         inputs=tuple(
-            InputSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape, strides=spec.stride)
+            InputSpec(
+                name=spec.name,
+                dtype=spec.dtype,  # type: ignore[arg-type]
+                shape=spec.shape,
+                strides=spec.stride,
+            )
             for spec in lowered.inputs
         ),
         outputs=tuple(
-            OutputSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape) for spec in lowered.outputs
+            OutputSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)  # type: ignore[arg-type]
+            for spec in lowered.outputs
         ),
         constants=tuple(
             ConstantSpec(name=spec.name, weight=weight_name(spec.weight)) for spec in lowered.constants

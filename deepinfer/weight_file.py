@@ -55,7 +55,7 @@ def write_weight_file(
 
 def write_tensor(write: Callable[[memoryview | bytes], object], tensor: Tensor) -> int:
     """Write a tensor's bytes in pieces and return how many they are."""
-    data = memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
     for start in range(0, len(data), _PIECE_BYTES):
         write(data[start : start + _PIECE_BYTES])
     return len(data)

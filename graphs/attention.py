@@ -57,7 +57,8 @@ def softmax_with_sink(query: Tensor, keys: Tensor, visible: Tensor, sink: Tensor
 
     Float32 inside, dtype of `query` out. A row that sees nothing gives zeros.
     """
-    keys = keys.float()
+    # a key that is not visible may hold anything, and zero times NaN is NaN
+    keys = torch.where(visible.unsqueeze(-1), keys, 0).float()
     logits = torch.matmul(query.float(), keys.transpose(1, 2)) * scale
     logits = torch.where(visible.unsqueeze(1), logits, -torch.inf)
     top = logits.amax(-1, keepdim=True).clamp(min=-1e30)
@@ -97,9 +98,10 @@ def _window(
 
 def _picked(ctx: StepContext, layer: int) -> tuple[Tensor, Tensor]:
     """Return the compressed keys `[T, k, d]` that this layer attends to, and which of them are real."""
-    config = ctx.config
-    picks = ctx.picks[config.index_source(layer)]
-    region = ctx.layer_caches(config.kv_source(layer))["compressed_kv"]
+    index_source, kv_source = ctx.config.index_source(layer), ctx.config.kv_source(layer)
+    assert index_source is not None and kv_source is not None, layer
+    picks = ctx.picks[index_source]
+    region = ctx.layer_caches(kv_source)["compressed_kv"]
     entries = picks.clamp(min=0)
     blocks = ctx.rows.blocks.gather(1, entries // region.shape[1])
     return ctx.precision.compressed_vector(region[blocks, entries % region.shape[1]]), picks >= 0

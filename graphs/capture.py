@@ -128,6 +128,7 @@ def capture(
         with FakeTensorMode(), captured_ops(), torch.no_grad():
             weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in weight_specs.items()}
             module: nn.Module
+            arguments: tuple[Tensor, ...]
             if spec.phase == "logits":
                 module = CapturedLogits({"head": weights["head"]})
                 arguments = (torch.empty(spec.bucket, config.hidden_size, dtype=precision.dtype),)

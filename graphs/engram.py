@@ -8,7 +8,7 @@ from deepinfer.graphs.context import Scope, StepContext
 from deepinfer.kernels import dequantize_fp8
 
 
-def hash_ids(context: Tensor, alive: Tensor, pad: int, tables: Scope) -> Tensor:
+def hash_ids(context: Tensor, alive: Tensor, pad: Tensor | int, tables: Scope) -> Tensor:
     """Return the table rows `[T, columns]` of each row's n-grams (9.4).
 
     `context [T, n]` holds compressed token ids, the row's own first, then older ones; `alive [T, n]` is False

@@ -57,7 +57,9 @@ def _scores(ctx: StepContext, layer: int, x: Tensor, latent_query: Tensor) -> Te
     head_weights = linear(x, weights["attn.indexer.weights_proj"], x.dtype)
     head_weights = (head_weights.float() * (dim**-0.5 * heads**-0.5)).to(x.dtype).float()
 
-    region = ctx.layer_caches(config.kv_source(layer))["index_key"]
+    kv_source = config.kv_source(layer)
+    assert kv_source is not None, layer
+    region = ctx.layer_caches(kv_source)["index_key"]
     keys = ctx.precision.index_key_vector(region[rows.blocks].flatten(1, 2))
     dots = torch.matmul(ctx.precision.index_query(query), keys.transpose(1, 2))
     return ordered_sum(dots.relu() * head_weights.unsqueeze(-1), 1)
