@@ -32,6 +32,7 @@ from deepinfer.artifacts import (
 )
 from deepinfer.build_graphs import BuiltGraph, build_graphs
 from deepinfer.build_worker import Job
+from deepinfer.diff import certify_artifact
 from deepinfer.errors import ArtifactMismatchError, ConfigError
 from deepinfer.graphs import cache_layout as declared
 from deepinfer.graphs.capture import GraphSpec, residual_taps
@@ -289,8 +290,6 @@ def _cache_section(layout: declared.CacheLayout) -> CacheLayout:
 def _certify(
     out_dir: Path, build: _Build, trust_store: TrustStore, progress: Progress
 ) -> tuple[bool | None, str]:
-    from deepinfer.diff import certify_artifact  # imports the runtime, which a build needs only here
-
     try:
         report = certify_artifact(out_dir, build.model_dir, progress=progress, trust_store=trust_store)
     except ArtifactMismatchError as error:
