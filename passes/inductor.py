@@ -1,10 +1,12 @@
 """Inductor as a code generator: a graph module in, C++ source out.
 
 The only file that touches Inductor, and the only one with knowledge of its internals: three functions of
-torch 2.13 are replaced during a call, each for the reason given beside it. Knows nothing about compiling.
+torch 2.13 are replaced during a call, each for the reason given beside it; nothing of a call outlives it.
+Knows nothing about compiling.
 """
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -76,6 +78,7 @@ def _pinned(isa: Isa, scratch: Path, copied_back: list[int]) -> Iterator[None]:
 
     Fills `copied_back` when the graph has gone through Inductor's own rewrites.
     """
+    import sympy
     from torch._inductor import compile_fx, cpu_vec_isa
     from torch._inductor import graph as inductor_graph
 
@@ -103,6 +106,8 @@ def _pinned(isa: Isa, scratch: Path, copied_back: list[int]) -> Iterator[None]:
         _replaced(cpu_vec_isa, "valid_vec_isa_list", lambda: [level]),
         # The original compares storages to merge equal constants; fake weights have none.
         _replaced(inductor_graph, "is_same_tensor", lambda first, second: first is second),
+        # A pure function that is asked the same few hundred questions: a third of the time otherwise.
+        mock.patch.object(sympy, "simplify", functools.cache(sympy.simplify)),
         # Whether a cache write stayed in place is decided in there, and told nowhere else.
         _replaced(compile_fx, "_recursive_post_grad_passes", rewrite_and_look),
     ):
