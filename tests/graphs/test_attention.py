@@ -71,6 +71,15 @@ def test_a_row_that_sees_nothing_gives_zeros(sink, dtype):
     assert sink > 40 or output[1].all()
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+def test_keys_that_are_not_visible_may_hold_anything(garbage):
+    keys = unit([[[4.0, 8.0], [garbage, garbage]]])
+    query, sink = unit([[[1.0, 0.0]]]), unit([0.0])
+    output = softmax_with_sink(query, keys, torch.tensor([[True, False]]), sink, 0.5)
+    assert torch.equal(output, softmax_with_sink(query, sink=sink, **ONE_KEY))
+    assert not softmax_with_sink(query, keys, torch.tensor([[False, False]]), sink, 0.5).any()
+
+
 def test_an_entry_counts_once_per_listing():
     keys = unit([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
     query, sink = unit([[[0.0, 0.0]]]), unit([0.0])

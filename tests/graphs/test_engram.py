@@ -1,4 +1,4 @@
-"""N-gram hashing and gates against published vectors and the golden model (spec 9.4-9.6, 18.2, 18.3, 18.8)."""
+"""N-gram hashes and gates against published vectors and the golden model (spec 9.4-9.6, 18.2, 18.3, 18.8)."""
 
 import math
 

@@ -55,9 +55,9 @@ def ragged_inputs(
         positions += span
         index += [line] * chunk.count
     return StepInputs(
-        token_ids=torch.tensor(tokens + [0] * padding_rows),
-        positions=torch.tensor(positions + [-1] * padding_rows),
-        request_index=torch.tensor(index + [0] * padding_rows),
+        token_ids=torch.tensor(tokens + [0] * padding_rows, dtype=torch.int64),
+        positions=torch.tensor(positions + [-1] * padding_rows, dtype=torch.int64),
+        request_index=torch.tensor(index + [0] * padding_rows, dtype=torch.int64),
         block_table=table,
         slot_ids=slots,
         num_computed_tokens=computed,
