@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 from golden import DECODE_CASES, TEXT_CASES, Golden, rms_ratio
+from graph_steps import Chunk, Request, decode_inputs, ragged_inputs, same_bytes
 
 from deepinfer.graphs.eager import EagerModel, eager_logits, single_request_inputs
 
 SIGMA = 0.981  # standard deviation of the golden logits
-
-
-@pytest.fixture(scope="module")
-def golden(golden_dir) -> Golden:
-    return Golden(golden_dir)
 
 
 @pytest.mark.parametrize("case", [*TEXT_CASES, "wild97"])
@@ -50,25 +46,59 @@ def test_native_logits_are_close_end_to_end(golden, case):
 
 
 @pytest.mark.parametrize("precision", ["native", "float32"])
-@pytest.mark.parametrize("case", ["n3", "n17", "n40"])
-def test_chunked_prefill_and_decode_give_the_same_bytes(golden, case, precision):
+@pytest.mark.parametrize(
+    ("case", "plans"),
+    [("n3", [[], [2], [1, 1, 1], [1]]), ("n17", [[], [16], [5, 7]]), ("n97", [[60, 30]])],
+)
+def test_chunk_sizes_do_not_change_a_byte(golden, case, plans, precision):
+    """The chunks of `n97` are longer than the rings, which hold 22 positions."""
     tokens = golden.tokens(case)
     whole = eager_logits(golden.directory, tokens, precision)
-    rng = random.Random(f"{case}-{precision}")
-    plans = [[], [len(tokens) - 1], [1] * len(tokens), [1]]
-    for _ in range(3):
-        cuts = sorted(rng.sample(range(1, len(tokens)), min(len(tokens) - 1, rng.randint(1, 4))))
-        plans.append([b - a for a, b in itertools.pairwise([0, *cuts])])
     for chunk_sizes in plans:
         split = eager_logits(golden.directory, tokens, precision, chunk_sizes)
         assert split.tobytes() == whole.tobytes(), chunk_sizes
 
 
-def test_a_chunk_longer_than_the_rings_gives_the_same_bytes(golden):
-    """The rings hold 22 positions; a chunk of 60 must leave the same state as token by token."""
-    tokens = golden.tokens("n97")
-    whole = eager_logits(golden.directory, tokens)
-    assert eager_logits(golden.directory, tokens, chunk_sizes=[60, 30]).tobytes() == whole.tobytes()
+def chunk_plans(num_tokens: int, seed: str) -> list[list[int]]:
+    """Chunk sizes of prefills, decode takes the rest: none, one, all, all but one, and three random plans."""
+    rng = random.Random(seed)
+    plans = [[], [1], [1] * num_tokens, [num_tokens - 1]]
+    for _ in range(3):
+        cuts = sorted(rng.sample(range(1, num_tokens), rng.randint(1, 4)))
+        plans.append([b - a for a, b in itertools.pairwise([0, *cuts])])
+    return plans
+
+
+@pytest.mark.parametrize("precision", ["native", "float32"])
+def test_chunked_prefill_and_decode_give_the_same_bytes(golden, new_model, precision):
+    """All plans side by side, a request each: every step takes the next piece of each plan (14)."""
+    tokens = golden.tokens("n40")
+    plans = chunk_plans(len(tokens), precision)
+    model = new_model(precision, max_model_len=128, max_num_seqs=len(plans))
+    whole = model.logits(
+        model.step("prefill", ragged_inputs([Chunk(Request(tokens), 0, len(tokens))], model.layout))
+    )
+    requests = [Request(tokens, slot=line, blocks=(line,)) for line in range(1, len(plans) + 1)]
+    done, hidden = [0] * len(plans), [[] for _ in plans]
+    remaining = [list(plan) for plan in plans]
+
+    def run(phase: str, lines: list[int], counts: list[int]) -> None:
+        make = decode_inputs if phase == "decode" else ragged_inputs
+        chunks = [Chunk(requests[line], done[line], count) for line, count in zip(lines, counts, strict=True)]
+        rows = model.step(phase, make(chunks, model.layout)).split(counts)
+        for line, count, part in zip(lines, counts, rows, strict=True):
+            hidden[line].append(part)
+            done[line] += count
+
+    while unfinished := [line for line in range(len(plans)) if done[line] < len(tokens)]:
+        prefilling = [line for line in unfinished if remaining[line]]
+        decoding = [line for line in unfinished if not remaining[line]]
+        if prefilling:
+            run("prefill", prefilling, [remaining[line].pop(0) for line in prefilling])
+        if decoding:
+            run("decode", decoding, [1] * len(decoding))
+    for plan, parts in zip(plans, hidden, strict=True):
+        assert same_bytes(model.logits(torch.cat(parts)), whole), plan
 
 
 class TeacherForced:
