@@ -1,36 +1,44 @@
 """Runs compiled graphs and the eager model side by side over the same steps, and measures the differences.
 
-Each side advances its own caches. Where a graph exports its residual streams, every sublayer is measured as
-well: the eager sublayer gets the compiled streams and caches as its input, so that a difference stays where
-it arises. Decides nothing; `diff.py` turns the measurements into a verdict.
+Each side advances its own caches; those of the compiled side start as NaN, so that nothing hides behind
+zeros. Where a graph exports its residual streams, every sublayer and every cache record is measured as well:
+the eager sublayer gets the compiled streams and caches as its input, so that a difference stays where it
+arises. Decides nothing; `diff.py` turns the measurements into a verdict.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deepinfer.artifacts import GraphEntry
+from deepinfer.diff_steps import SEED, Chunk
+from deepinfer.graphs.cache_layout import Region
 from deepinfer.graphs.capture import residual_taps
 from deepinfer.graphs.eager import EagerModel, pad_rows
 from deepinfer.graphs.margins import MarginTap
 from deepinfer.graphs.rows import StepInputs
+
+GROUP_ROWS = 64
+RECORD_PARTS = {
+    "window": "window record",
+    "compressed_kv": "compressed record",
+    "index_key": "index key record",
+    "open_group": "open group",
+    "token_history": "token history",
+}  # what a comparison calls the cache regions
+QUANTIZED_PARTS = ("window record", "compressed record", "index key record")
+_POISON = {"float32": float("nan"), "uint8": 0xFF, "int32": -1}  # 0xFF is NaN as E4M3 and as a scale
 
 
 class Graph(Protocol):
     """Anything that runs like a compiled graph: static inputs, then cache regions that it mutates."""
 
     def run(self, inputs: list[Tensor]) -> Sequence[Tensor]: ...
-
-
-class Chunk(NamedTuple):
-    """Some rows of one request: its number (which fixes its slot and blocks), first position and tokens."""
-
-    request: int
-    start: int
-    token_ids: list[int]
 
 
 @dataclass
@@ -63,23 +71,43 @@ class RowMeasures:
 
 @dataclass
 class Ratio:
-    """Root mean square of differences over that of the expected values, summed up over many steps."""
+    """Root mean square of differences over that of the expected values, in the worst group of rows.
 
-    difference: float = 0.0
-    expected: float = 0.0
+    Groups have about `GROUP_ROWS` rows: few enough that rows which differ are not lost among many that do
+    not, enough that a single value rounded the other way does not count as a difference.
+    """
+
+    groups: list[tuple[float, float]] = field(default_factory=list)  # squares: of differences, of values
+    rows: int = 0  # in the last group
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
-        """Take in two tensors of one shape."""
-        expected = expected.double()
-        self.difference += float((actual.double() - expected).pow(2).sum())
-        self.expected += float(expected.pow(2).sum())
+        """Take in two tensors of one shape, rows first."""
+        for part, wanted in zip(actual.split(GROUP_ROWS), expected.split(GROUP_ROWS), strict=True):
+            wanted = wanted.double()
+            squares = float((part.double() - wanted).pow(2).sum()), float(wanted.pow(2).sum())
+            if not self.groups or self.rows >= GROUP_ROWS:
+                self.groups.append(squares)
+                self.rows = 0
+            else:
+                difference, size = self.groups[-1]
+                self.groups[-1] = difference + squares[0], size + squares[1]
+            self.rows += len(part)
 
     @property
     def value(self) -> float:
         """The ratio so far; infinite where something differs from zeros, NaN where anything is not finite."""
-        if self.expected == 0:
-            return 0.0 if self.difference == 0 else float("inf")
-        return (self.difference / self.expected) ** 0.5
+        groups = self.groups
+        if len(groups) > 1 and self.rows < GROUP_ROWS:  # too few rows to judge alone
+            (difference, size), (more, larger) = groups[-2:]
+            groups = [*groups[:-2], (difference + more, size + larger)]
+        ratios = [_ratio(*group) for group in groups]
+        return math.nan if any(map(math.isnan, ratios)) else max(ratios, default=0.0)
+
+
+def _ratio(difference: float, size: float) -> float:
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return (difference / size) ** 0.5
 
 
 class SideBySide:
@@ -104,6 +132,9 @@ class SideBySide:
         self.rows: dict[str, RowMeasures] = {entry.name: RowMeasures() for entry in entries}
         self.windows: dict[int, Ratio] = {layer: Ratio() for layer in range(eager.config.num_hidden_layers)}
         self.sublayers: dict[tuple[str, int, str], Ratio] = {}
+        self._places: list[tuple[int, list[int]]] = []  # slot and blocks of every request
+        self._random = random.Random(SEED)
+        self._poison([0], [0])
         self._biases = {
             layer: eager.weights[f"layers.{layer}.ffn.gate.bias"]
             for layer in range(eager.config.num_hidden_layers)
@@ -111,6 +142,28 @@ class SideBySide:
         self._taught: EagerModel | None = None
         if any(entry.taps for entry in entries):
             self._taught = EagerModel(eager.config, eager.precision, eager.weights, eager.layout)
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Forget all requests and give a slot and blocks to new ones, of at most `lengths` tokens each.
+
+        Places are drawn in no order, as in a server that has run for a while, so that a slot or a block is
+        found through the inputs or not at all.
+        """
+        layout = self.eager.layout
+        needed = [-(-length // layout.block_tokens) for length in lengths]
+        slots = self._random.sample(range(1, layout.num_slots), len(lengths))
+        blocks = self._random.sample(range(1, layout.num_blocks), sum(needed))
+        self._poison(slots, blocks)
+        self._places = []
+        for slot, count in zip(slots, needed, strict=True):
+            self._places.append((slot, blocks[:count]))
+            blocks = blocks[count:]
+
+    def _poison(self, slots: list[int], blocks: list[int]) -> None:
+        """Fill the compiled side's records with what no result survives, until a graph writes them."""
+        for region in self.eager.layout.regions:
+            ids = slots if region.kind == "state" else blocks
+            self.regions[region.name][ids] = _POISON[region.dtype]
 
     def step(self, entry: GraphEntry, chunks: Sequence[Chunk]) -> None:
         """Run one step of prefill or decode on both sides and measure its rows."""
@@ -155,18 +208,18 @@ class SideBySide:
 
     def step_inputs(self, chunks: Sequence[Chunk]) -> StepInputs:
         """Return the inputs of a step without padding: a line per chunk, its rows one after another."""
-        blocks = self.eager.layout.max_blocks_per_request
+        places = [self._places[chunk.request] for chunk in chunks]
+        width = self.eager.layout.max_blocks_per_request
         counts = torch.tensor([len(chunk.token_ids) for chunk in chunks])
         starts = torch.tensor([chunk.start for chunk in chunks])
-        numbers = torch.tensor([chunk.request for chunk in chunks])
         lines = torch.arange(len(chunks)).repeat_interleave(counts)
         row_starts = counts.cumsum(0) - counts
         return StepInputs(
             token_ids=torch.tensor([token for chunk in chunks for token in chunk.token_ids]),
             positions=torch.arange(len(lines)) - row_starts[lines] + starts[lines],
             request_index=lines,
-            block_table=1 + numbers.unsqueeze(1) * blocks + torch.arange(blocks),
-            slot_ids=1 + numbers,
+            block_table=torch.tensor([blocks + [0] * (width - len(blocks)) for _, blocks in places]),
+            slot_ids=torch.tensor([slot for slot, _ in places]),
             num_computed_tokens=starts,
             row_starts=row_starts,
             row_counts=counts,
@@ -213,7 +266,9 @@ class SideBySide:
         hidden = self._taught.step(entry.phase, inputs, compare)  # type: ignore[arg-type]
         last = config.num_hidden_layers - 1
         self._measure(entry.name, last, "final norm", outputs[0], hidden, margins, num_rows)
-        self._compare_windows(self._taught.caches, inputs, self._narrowest(margins, num_rows) >= self.margin)
+        clear = self._narrowest(margins, num_rows) >= self.margin
+        self._compare_windows(self._taught.caches, inputs, clear)
+        self._compare_records(entry.name, self._taught.caches, inputs, clear)
 
     def _measure(
         self,
@@ -233,22 +288,52 @@ class SideBySide:
 
     def _compare_windows(self, expected: Mapping[str, Tensor], inputs: StepInputs, clear: Tensor) -> None:
         """Measure the window records that the step wrote, layer by layer, on the rows that are `clear`."""
-        decode = self.eager.precision.window_vector
         for layer, ratio in self.windows.items():
-            ring = self.regions[f"layers.{layer}.window"]
-            kept = clear & (inputs.positions >= self._chunk_ends(inputs) - ring.shape[1])
-            slots = inputs.slot_ids[inputs.request_index][kept]
-            entries = inputs.positions[kept] % ring.shape[1]
-            ratio.add(
-                decode(ring[slots, entries]), decode(expected[f"layers.{layer}.window"][slots, entries])
-            )
+            region = self.eager.layout.region(f"layers.{layer}.window")
+            self._add_records(ratio, region, self.eager.precision.window_vector, expected, inputs, clear)
 
-    @staticmethod
-    def _chunk_ends(inputs: StepInputs) -> Tensor:
-        return (inputs.num_computed_tokens + inputs.row_counts)[inputs.request_index]
+    def _compare_records(
+        self, graph: str, expected: Mapping[str, Tensor], inputs: StepInputs, clear: Tensor
+    ) -> None:
+        """Measure the records of every kind that the step wrote, as parts of their layers.
+
+        Some are read in a later step alone, and then by both sides: no stream would show what is wrong.
+        """
+        precision = self.eager.precision
+        decoders: dict[str, Callable[[Tensor], Tensor]] = {
+            "window": precision.window_vector,
+            "compressed_kv": precision.compressed_vector,
+            "index_key": precision.index_key_vector,
+        }
+        for region in self.eager.layout.regions:
+            *_, layer, kind = ("0", *region.name.split(".")[-2:])
+            ratio = self.sublayers.setdefault((graph, int(layer), RECORD_PARTS[kind]), Ratio())
+            self._add_records(ratio, region, decoders.get(kind, _as_it_is), expected, inputs, clear)
+
+    def _add_records(
+        self,
+        ratio: Ratio,
+        region: Region,
+        decode: Callable[[Tensor], Tensor],
+        expected: Mapping[str, Tensor],
+        inputs: StepInputs,
+        clear: Tensor,
+    ) -> None:
+        """Measure what the step wrote to one region, on the rows that are `clear`."""
+        positions, lines = inputs.positions, inputs.request_index
+        if region.kind == "state":  # of a long chunk only the last rows remain
+            ends = (inputs.num_computed_tokens + inputs.row_counts)[lines]
+            kept = clear & (positions >= ends - region.entries)
+            places = inputs.slot_ids[lines[kept]]
+            entries = positions[kept] % region.entries
+        else:
+            kept = clear & ((positions + 1) % region.tokens_per_entry == 0)
+            entries = positions[kept] // region.tokens_per_entry
+            places = inputs.block_table[lines[kept], entries // region.entries]
+            entries = entries % region.entries
+        actual = self.regions[region.name][places, entries]
+        ratio.add(decode(actual), decode(expected[region.name][places, entries]))
 
 
-def chunked(request: int, token_ids: list[int], size: int) -> Iterator[Chunk]:
-    """Cut a request's tokens into chunks of at most `size`."""
-    for start in range(0, len(token_ids), size):
-        yield Chunk(request, start, token_ids[start : start + size])
+def _as_it_is(record: Tensor) -> Tensor:
+    return record

@@ -5,6 +5,7 @@ in the manifest, and finds the first layer that differs. A certificate is the sa
 artifact.
 """
 
+import hashlib
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,17 @@ from torch import Tensor
 
 from deepinfer import diff_report
 from deepinfer import tolerances as limits
-from deepinfer.artifacts import Certificate, GraphEntry, GraphResult, Manifest, TrustStore, write_certificate
-from deepinfer.comparison import Chunk, Graph, RowMeasures, SideBySide, chunked
+from deepinfer.artifacts import (
+    Certificate,
+    GraphEntry,
+    GraphResult,
+    Manifest,
+    TrustStore,
+    canonical_bytes,
+    write_certificate,
+)
+from deepinfer.comparison import QUANTIZED_PARTS, Graph, RowMeasures, SideBySide
+from deepinfer.diff_steps import SEED, default_lengths, run_steps
 from deepinfer.errors import ArtifactMismatchError, RequestError
 from deepinfer.graphs.cache_layout import cache_layout
 from deepinfer.graphs.checkpoint import Checkpoint
@@ -28,9 +38,6 @@ from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.store import build_store
 from deepinfer.progress import Progress
 from deepinfer.runtime.loader import load_artifact
-
-DECODE_STEPS = 8
-_SEED = 20260401  # of the default prompts; any number serves, a fixed one makes reports comparable
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,13 @@ def eager_model(manifest: Manifest, model_dir: Path) -> EagerModel:
     Raises ArtifactMismatchError when the checkpoint is not the one that the artifact was built from.
     """
     config = load_config(model_dir)
+    described = hashlib.sha256(canonical_bytes(config.to_canonical_dict())).hexdigest()
+    if described != manifest.model.config_sha256:
+        raise ArtifactMismatchError(
+            "the artifact was built from another config",
+            where=str(model_dir / "config.json"),
+            action="compare it with the checkpoint that it was compiled from, or compile it again",
+        )
     checkpoint = Checkpoint(model_dir, config)
     if checkpoint.digest() != manifest.weights.sha256:
         raise ArtifactMismatchError(
@@ -142,16 +156,13 @@ def eager_model(manifest: Manifest, model_dir: Path) -> EagerModel:
 
 
 def default_prompts(config: ModelConfig, manifest: Manifest) -> list[list[int]]:
-    """Return prompts of random tokens: one token, open and closed groups, around and beyond the window."""
-    window = config.sliding_window
-    longest = manifest.limits.max_model_len - DECODE_STEPS
-    lengths = [1, 2, 3, window - 1, window + 1, 2 * window + 8, 4 * window]
-    rng = random.Random(_SEED)
+    """Return prompts of random tokens, in lengths from one token to beyond a block of the cache."""
+    rng = random.Random(SEED)
     allowed = [token for token in range(config.vocab_size) if token != config.image_token_id]
-    return [
-        rng.choices(allowed, k=length)
-        for length in sorted({min(max(length, 1), max(longest, 1)) for length in lengths})
-    ]
+    lengths = default_lengths(
+        config.sliding_window, manifest.cache.block_tokens, manifest.limits.max_model_len
+    )
+    return [rng.choices(allowed, k=length) for length in lengths]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], manifest: Manifest) -> None:
@@ -175,23 +186,23 @@ def compare(
     progress: Progress,
 ) -> dict[str, Any]:
     """Run every graph beside the eager model and judge it; returns the report's content without the id."""
-    tolerances = manifest.tolerances
+    tolerances = limits.strictest(manifest.tolerances, manifest.precision)
     sides = SideBySide(graphs, regions, manifest.graphs, eager, tolerances[limits.MARGIN])
     steps = [entry for entry in manifest.graphs if entry.phase in ("prefill", "decode")]
     progress.start("compare", len(steps))
-    for entry in steps:
-        if entry.phase == "prefill":
-            _prefill(sides, entry, prompts, manifest)
-        else:
-            _decode(sides, entry, prompts, manifest)
-        progress.advance(entry.name)
-    sides.compare_heads(_hidden_rows(eager, 2 * max(entry.bucket for entry in manifest.graphs)))
-    judged = [_judge(entry, sides.rows[entry.name], manifest) for entry in manifest.graphs]
+    for name in run_steps(sides, manifest, prompts):
+        progress.advance(name)
+    # one more than whole buckets, so that every head also meets padding rows
+    sides.compare_heads(_hidden_rows(eager, 2 * max(entry.bucket for entry in manifest.graphs) + 1))
+    judged = [
+        judge_graph(entry, sides.rows[entry.name], manifest.precision, tolerances)
+        for entry in manifest.graphs
+    ]
     sublayers = _judge_sublayers(sides, tolerances)
     for graph in judged:
         graph["passed"] &= all(part["passed"] for part in sublayers if part["graph"] == graph["name"])
     passed = all(graph["passed"] for graph in judged)
-    first = None if passed else _first_differing_layer(sides, tolerances[limits.WINDOW_RMS])
+    first = None if passed else _first_differing_layer(sides, sublayers, tolerances[limits.WINDOW_RMS])
     return {
         "model": manifest.model.model_type,
         "precision": manifest.precision,
@@ -204,54 +215,23 @@ def compare(
     }
 
 
-def _prefill(sides: SideBySide, entry: GraphEntry, prompts: Sequence[list[int]], manifest: Manifest) -> None:
-    for prompt in prompts:
-        for chunk in chunked(0, prompt, entry.bucket):
-            sides.step(entry, [chunk])
-    together = [prompt for prompt in prompts if len(prompt) * 2 <= entry.bucket]
-    if len(together) > 1 and entry.request_rows > 1:  # several requests in the rows of one step
-        chosen = together[-2:]
-        sides.step(entry, [Chunk(number, 0, prompt) for number, prompt in enumerate(chosen)])
-
-
-def _decode(sides: SideBySide, entry: GraphEntry, prompts: Sequence[list[int]], manifest: Manifest) -> None:
-    """Decode groups of requests together, after a prefill of each by the first prefill graph."""
-    prefill = next(other for other in manifest.graphs if other.phase == "prefill")
-    rng = random.Random(_SEED + entry.bucket)
-    width = min(entry.bucket, manifest.limits.max_num_seqs)
-    usable = [prompt[: manifest.limits.max_model_len - DECODE_STEPS] for prompt in prompts]
-    usable = [prompt for prompt in usable if prompt] or [[prompts[0][0]]]
-    for first in range(0, len(usable), width):
-        group = usable[first : first + width]
-        for number, prompt in enumerate(group):
-            for chunk in chunked(number, prompt, prefill.bucket):
-                sides.step(prefill, [chunk])
-        for step in range(min(DECODE_STEPS, manifest.limits.max_model_len - max(map(len, group)))):
-            sides.step(
-                entry,
-                [
-                    Chunk(number, len(prompt) + step, [rng.choice(prompt)])
-                    for number, prompt in enumerate(group)
-                ],
-            )
-
-
 def _hidden_rows(eager: EagerModel, count: int) -> Tensor:
     """Return random rows `[count, D]` of the size of real ones, for the head alone."""
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(SEED)
     rows = torch.randn(count, eager.config.hidden_size, generator=generator)
     return (rows * eager.weights["norm"].float()).to(eager.precision.dtype)
 
 
-def _judge(entry: GraphEntry, rows: RowMeasures, manifest: Manifest) -> dict[str, Any]:
-    """Return one graph's entry of the report."""
-    tolerances = manifest.tolerances
+def judge_graph(
+    entry: GraphEntry, rows: RowMeasures, precision: str, tolerances: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return one graph's entry of the report. A result that is not finite fails, wherever it is."""
     clear = [index for index, margin in enumerate(rows.margins) if margin >= tolerances[limits.MARGIN]]
     excluded = len(rows.margins) - len(clear)
     finite = all(_finite(value) for value in rows.max_abs_errors)
     largest = max((rows.max_abs_errors[index] for index in clear), default=0.0)
     close = bool(clear) and finite and excluded <= tolerances[limits.EXCLUDED_SHARE] * len(rows.margins)
-    if manifest.precision == "float32" or entry.phase == "logits":
+    if precision == "float32" or entry.phase == "logits":
         close = close and largest <= tolerances[limits.LOGITS_MAX_ABS]
     elif close:
         variance = statistics.fmean(rows.variances[index] for index in clear)
@@ -282,7 +262,7 @@ def _by_position(rows: RowMeasures, clear: list[int]) -> list[dict[str, Any]]:
         {
             "position": position,
             "rows": len(group),
-            "max_abs_error": _finite_or_none(max(rows.max_abs_errors[index] for index in group)),
+            "max_abs_error": _largest([rows.max_abs_errors[index] for index in group]),
             "kl": _mean([rows.kls[index] for index in group]),
             "top1_agreement": _mean([float(rows.top1_equal[index]) for index in group]),
         }
@@ -291,22 +271,29 @@ def _by_position(rows: RowMeasures, clear: list[int]) -> list[dict[str, Any]]:
 
 
 def _judge_sublayers(sides: SideBySide, tolerances: Mapping[str, float]) -> list[dict[str, Any]]:
-    limit = tolerances.get(limits.SUBLAYER_RMS, tolerances[limits.LOGITS_MAX_ABS])
+    sharp = tolerances[limits.LOGITS_MAX_ABS]
+    limit = tolerances.get(limits.SUBLAYER_RMS, sharp)
+    record_limit = tolerances.get(limits.RECORD_RMS, sharp)
     return [
         {
             "graph": graph,
             "layer": layer,
             "part": part,
             "rms_ratio": _finite_or_none(ratio.value),
-            "limit": limit,
-            "passed": ratio.value <= limit,
+            "limit": (allowed := record_limit if part in QUANTIZED_PARTS else limit),
+            "passed": ratio.value <= allowed,
         }
         for (graph, layer, part), ratio in sides.sublayers.items()
     ]
 
 
-def _first_differing_layer(sides: SideBySide, limit: float) -> int | None:
-    return next((layer for layer, ratio in sides.windows.items() if not ratio.value <= limit), None)
+def _first_differing_layer(
+    sides: SideBySide, sublayers: list[dict[str, Any]], window_limit: float
+) -> int | None:
+    """The first layer with a differing window record or, on equal inputs, any part out of its limit."""
+    layers = [layer for layer, ratio in sides.windows.items() if not ratio.value <= window_limit]
+    layers += [part["layer"] for part in sublayers if not part["passed"]]
+    return min(layers, default=None)
 
 
 def _explain(
@@ -324,23 +311,34 @@ def _explain(
     if passed:
         return "every graph computes what the eager model computes"
     failed = ", ".join(graph["name"] for graph in graphs if not graph["passed"])
-    parts = [f"layer {part['layer']} {part['part']}" for part in sublayers if not part["passed"]]
-    blame = f"; first sublayer out of limits: {parts[0]}" if parts else ""
+    parts = [part for part in sublayers if not part["passed"] and part["layer"] == first]
+    if parts:
+        return (
+            f"{failed} differs; on equal inputs, the first part out of its limit is layer {first} "
+            f"{parts[0]['part']} of {parts[0]['graph']}"
+        )
+    last = manifest.model.num_hidden_layers - 1
     if first is None:
-        last = manifest.model.num_hidden_layers - 1
         return (
             f"{failed} differs although the window records of all layers agree: it arises after the "
-            f"window of layer {last}, in that layer, the final norm or the head{blame}"
+            f"window of layer {last}, in that layer, the final norm or the head"
         )
+    if sublayers:
+        return f"{failed} differs; on equal inputs, the window record of layer {first} is the first to differ"
     before = f"in layer {first - 1} after its own window, or " if first else ""
     return (
         f"{failed} differs; layer {first} is the first whose window record differs: the difference arises "
-        f"{before}on the way to the window of layer {first}{blame}"
+        f"{before}on the way to the window of layer {first}"
     )
 
 
 def _layer_text(layer: int | None) -> str | None:
     return None if layer is None else f"layer {layer}"
+
+
+def _largest(values: list[float]) -> float | None:
+    """The largest value; None where any is not finite, which `max` alone could overlook."""
+    return max(values) if all(map(_finite, values)) else None
 
 
 def _mean(values: list[float]) -> float | None:

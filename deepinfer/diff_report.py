@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from deepinfer.diff_chart import error_chart
+from deepinfer.tolerances import LOGITS_MAX_ABS
 
 Report = Mapping[str, Any]
 
@@ -51,8 +52,7 @@ def to_text(report: Report) -> str:
     if checked:
         lines.append(f"{_verdict(not failed):<9}  {len(checked) - len(failed)} of {len(checked)} sublayers")
     lines += [
-        f"different  layer {part['layer']} {part['part']}: {number(part['rms_ratio'])}"
-        f" above {number(part['limit'])}"
+        f"different  {_part_name(part)}: {number(part['rms_ratio'])} above {number(part['limit'])}"
         for part in failed
     ]
     if report["first_differing_layer"] is not None:
@@ -76,7 +76,7 @@ def to_html(report: Report) -> str:
         f"<h1>{_badge(report['passed'])}: compiled against eager</h1>",
         _facts(facts),
         f"<p>{escape(str(report['explanation']))}</p>" if report["explanation"] else "",
-        *(_graph_section(graph, report["tolerances"]) for graph in report["graphs"]),
+        *(_graph_section(graph, report) for graph in report["graphs"]),
         _sublayer_section(report["sublayers"]),
     ]
     return (
@@ -100,7 +100,7 @@ def to_junit(report: Report) -> str:
         _case(suite, "graph", graph["name"], None if graph["passed"] else fault, report)
     for part in report["sublayers"]:
         fault = f"rms ratio {number(part['rms_ratio'])} above {number(part['limit'])}"
-        name = f"layer {part['layer']} {part['part']}"
+        name = _part_name(part)
         _case(suite, "sublayer", name, None if part["passed"] else fault, report)
     if not report["passed"] and suite.find("testcase/failure") is None:
         _case(suite, "artifact", "whole", "the comparison failed", report)
@@ -132,7 +132,15 @@ def _case(suite: ElementTree.Element, kind: str, name: str, fault: str | None, r
     failure.text = _xml_text("\n".join(str(line) for line in detail if line))
 
 
-def _graph_section(graph: Report, tolerances: Report) -> str:
+def _part_name(part: Report) -> str:
+    """`decode-4 layer 3 attn`: a part is measured once per graph."""
+    return f"{part['graph']} layer {part['layer']} {part['part']}"
+
+
+def _graph_section(graph: Report, report: Report) -> str:
+    # in native precision no single logit of the whole model is held to a limit
+    sharp = report["precision"] == "float32" or graph["phase"] == "logits"
+    limit = report["tolerances"].get(LOGITS_MAX_ABS) if sharp else None
     facts = {
         "rows compared": graph["rows"],
         "rows apart (close decisions)": graph["excluded_rows"],
@@ -143,7 +151,7 @@ def _graph_section(graph: Report, tolerances: Report) -> str:
     }
     parts = [f"<h2>{_badge(graph['passed'])}: {escape(graph['name'])}</h2>", _facts(facts)]
     if graph["positions"]:
-        parts.append(error_chart(graph["name"], graph["positions"], tolerances.get("max_abs_error")))
+        parts.append(error_chart(graph["name"], graph["positions"], limit))
         parts.append(_worst(graph["positions"]))
     return "\n".join(parts)
 
@@ -169,6 +177,7 @@ def _sublayer_section(sublayers: Sequence[Report]) -> str:
         return ""
     rows = [
         [
+            part["graph"],
             str(part["layer"]),
             part["part"],
             number(part["rms_ratio"]),
@@ -177,7 +186,7 @@ def _sublayer_section(sublayers: Sequence[Report]) -> str:
         ]
         for part in sublayers
     ]
-    return "<h2>Sublayers</h2>\n" + _table(["layer", "part", "rms ratio", "limit", "result"], rows)
+    return "<h2>Sublayers</h2>\n" + _table(["graph", "layer", "part", "rms ratio", "limit", "result"], rows)
 
 
 def _facts(facts: Mapping[str, object]) -> str:

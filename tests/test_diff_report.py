@@ -55,13 +55,20 @@ def make_report(**changes: object) -> dict:
         "passed": False,
         "positions": positions,
     }
-    part = {"layer": 3, "part": "attention", "rms_ratio": 0.5, "limit": 0.002, "passed": False}
+    part = {
+        "graph": "decode-4",
+        "layer": 3,
+        "part": "attention",
+        "rms_ratio": 0.5,
+        "limit": 0.002,
+        "passed": False,
+    }
     return {
         "artifact_id": "ab" * 32,
         "model": "tiny",
         "precision": "float32",
         "passed": False,
-        "tolerances": {"max_abs_error": 1e-4},
+        "tolerances": {"logits_max_abs": 1e-4},
         "graphs": [graph],
         "sublayers": [part, {**part, "layer": 4, "rms_ratio": 0.001, "passed": True}],
         "first_differing_layer": 3,
@@ -135,7 +142,11 @@ def test_junit_counts_cases_and_failures_and_names_the_layer() -> None:
     failures = suite.findall("testcase/failure")
     assert "max error 0.25" in str(failures[0].get("message"))
     assert "first layer that differs: 3" in str(failures[0].text)
-    assert [case.get("name") for case in suite] == ["decode-4", "layer 3 attention", "layer 4 attention"]
+    assert [case.get("name") for case in suite] == [
+        "decode-4",
+        "decode-4 layer 3 attention",
+        "decode-4 layer 4 attention",
+    ]
 
 
 def test_a_failed_comparison_without_a_failed_part_still_fails_in_junit() -> None:
@@ -147,7 +158,7 @@ def test_a_failed_comparison_without_a_failed_part_still_fails_in_junit() -> Non
 def test_text_has_a_line_per_graph_and_names_what_differs() -> None:
     lines = to_text(make_report()).splitlines()
     assert "decode-4" in lines[1] and "0.25" in lines[1]
-    assert "different  layer 3 attention: 0.5 above 0.002" in lines
+    assert "different  decode-4 layer 3 attention: 0.5 above 0.002" in lines
     assert "1 of 2 sublayers" in lines[2]
 
 
