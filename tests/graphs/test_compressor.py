@@ -99,6 +99,22 @@ def test_compressor_agrees_with_the_vendor(golden, new_model):
     assert torch.allclose(latents.float(), stored["compressor.latents"].float(), rtol=2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer", [1, 3, 4])
+def test_golden_inputs_give_the_golden_entries(golden, new_model, layer):
+    """Latents before, records after the rotation by the group's first position (6.2, 6.3)."""
+    stored = golden["intermediates"]
+    compressor = Compressor(new_model(), stored[f"L{layer}.attn_x"], layer)
+    latents, _ = compressor.feed(0, 40)
+    assert (latents != stored[f"L{layer}.latent"]).float().mean() <= 1e-3
+    records = compressor.records(40)[f"layers.{layer}.compressed_kv"]
+    vectors, expected = (
+        compressor.model.precision.compressed_vector(records),
+        stored[f"L{layer}.compressed_kv"],
+    )
+    assert (vectors != expected).float().mean() <= 1e-3
+    assert rms_ratio(vectors, expected) <= 2e-2
+
+
 @pytest.mark.parametrize("case", ["n9", "n15", "n17", "n27"])
 def test_the_parked_row_agrees_with_the_reference(golden, new_model, case):
     """Odd prompts leave an open group; the noise of the layers below it is the README's tier 3."""
