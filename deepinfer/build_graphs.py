@@ -2,12 +2,8 @@
 
 import contextlib
 import json
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ import msgspec
 from deepinfer import errors
 from deepinfer.artifacts import BuildCache
 from deepinfer.build_key import graph_key
+from deepinfer.build_process import WorkerProcesses, python_command, work_directory
 from deepinfer.build_worker import ARTIFACT_FILES, Job
 from deepinfer.errors import BuildError, DeepInferError
 from deepinfer.progress import Progress
@@ -24,6 +21,7 @@ from deepinfer.progress import Progress
 # what a graph's files do not depend on
 _PLACES = ("cache_dir", "dump_dir", "work_dir")
 _FACTS = "result.json"
+_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -39,31 +37,36 @@ class BuiltGraph:
     from_cache: bool
 
 
-def build_graphs(
-    jobs: Sequence[Job], cache: BuildCache, workers: int, progress: Progress
-) -> list[BuiltGraph]:
+def build_graphs(jobs: Sequence[Job], cache_dir: Path, workers: int, progress: Progress) -> list[BuiltGraph]:
     """Build every job, at most `workers` at a time, and return the graphs in the order of the jobs.
 
-    A finished graph goes to the cache at once, so an interrupted build goes on where it stopped. Raises
-    BuildError (and its subclasses) for the first graph that fails; the others are stopped.
+    A finished graph goes to the cache below `cache_dir` at once, so an interrupted build goes on where it
+    stopped. Raises BuildError (and its subclasses) for the first graph that fails; the others are stopped.
     """
+    cache = BuildCache(cache_dir / "graphs")
     progress.start("graphs", len(jobs))
-    with _Workers() as running, ThreadPoolExecutor(max_workers=workers) as pool:
-        futures = [pool.submit(_build_one, job, cache, running, progress) for job in jobs]
+    with (
+        work_directory(cache_dir) as work_dir,
+        WorkerProcesses() as running,
+        ThreadPoolExecutor(max_workers=workers) as pool,
+    ):
+        futures = [pool.submit(_build_one, job, cache, work_dir, running, progress) for job in jobs]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [future for future in futures if future.done() and future.exception()]
-            if failed:
-                raise failed[0].exception() or AssertionError
+            for future in futures:
+                if future.done():
+                    future.result()
         except BaseException:
-            running.stop()
             for future in futures:
                 future.cancel()
+            running.stop()
             raise
     return [future.result() for future in futures]
 
 
-def _build_one(job: Job, cache: BuildCache, running: "_Workers", progress: Progress) -> BuiltGraph:
+def _build_one(
+    job: Job, cache: BuildCache, build_dir: Path, running: WorkerProcesses, progress: Progress
+) -> BuiltGraph:
     started = time.perf_counter()
     fields = msgspec.to_builtins(job)
     key = graph_key({name: value for name, value in fields.items() if name not in _PLACES})
@@ -71,8 +74,7 @@ def _build_one(job: Job, cache: BuildCache, running: "_Workers", progress: Progr
     files = cache.get(key) if job.dump_dir is None else None
     from_cache = files is not None
     if files is None:
-        with tempfile.TemporaryDirectory(prefix="deepinfer-build-") as work_dir:
-            files = _run_worker(msgspec.structs.replace(job, work_dir=work_dir), running)
+        files = _run_worker(job, build_dir / job.spec.name, running)
         cache.put(key, files)
     facts = json.loads(files[_FACTS])
     progress.advance(job.spec.name)
@@ -85,65 +87,35 @@ def _build_one(job: Job, cache: BuildCache, running: "_Workers", progress: Progr
     )
 
 
-def _run_worker(job: Job, running: "_Workers") -> dict[str, bytes]:
-    work_dir = Path(job.work_dir)
+def _run_worker(job: Job, work_dir: Path, running: WorkerProcesses) -> dict[str, bytes]:
     job_file = work_dir / "job.json"
-    job_file.write_bytes(msgspec.json.encode(job))
-    with running.start([sys.executable, "-m", "deepinfer.build_worker", str(job_file)]) as process:
-        _, output = process.communicate()
-    if process.returncode or not (work_dir / _FACTS).exists():
-        raise _worker_error(job, work_dir, process.returncode, output)
-    return {
-        name: (work_dir / name).read_bytes()
-        for name in (*ARTIFACT_FILES, _FACTS)
-        if (work_dir / name).exists()
-    }
+    try:
+        work_dir.mkdir()
+        job_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(job, work_dir=str(work_dir))))
+        code, output = running.run(python_command("deepinfer.build_worker", str(job_file)), work_dir)
+        if code or not (work_dir / _FACTS).exists():
+            raise _worker_error(job, work_dir, code, output)
+        names = [name for name in (*ARTIFACT_FILES, _FACTS) if (work_dir / name).exists()]
+        return {name: (work_dir / name).read_bytes() for name in names}
+    except OSError as error:
+        raise BuildError(
+            f"the work directory cannot be used: {error.strerror or error}",
+            where=f"{job.spec.name}: {error.filename or work_dir}",
+            action="check the space and the permissions there, or name another cache directory",
+        ) from error
 
 
-def _worker_error(job: Job, work_dir: Path, code: int, output: bytes) -> DeepInferError:
+def _worker_error(job: Job, work_dir: Path, code: int, output: str) -> DeepInferError:
     with contextlib.suppress(OSError, ValueError, KeyError):
         fault = json.loads((work_dir / "error.json").read_text())
         kind = getattr(errors, fault["kind"], BuildError)
         return kind(fault["what"], where=fault["where"] or job.spec.name, action=fault["action"])
-    lines = output.decode("utf-8", "replace").strip().splitlines()
-    reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    detail = f": {lines[-1][:300]}" if lines else ""
-    return BuildError(f"the worker process ended with {reason}{detail}", where=job.spec.name)
-
-
-class _Workers:
-    """The worker processes that run now, so that all of them can be stopped."""
-
-    def __init__(self) -> None:
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    @contextlib.contextmanager
-    def start(self, command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a command within the block; raises BuildError once the build has been stopped."""
-        with self._lock:
-            if self._stopped:
-                raise BuildError("the build was stopped")
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            self._processes.add(process)
-        try:
-            yield process
-        finally:
-            with self._lock:
-                self._processes.discard(process)
-
-    def stop(self) -> None:
-        """Kill what runs, and let nothing new start."""
-        with self._lock:
-            self._stopped = True
-            for process in self._processes:
-                process.kill()
+    if code < 0:
+        return BuildError(
+            f"the worker process was killed by signal {-code}",
+            where=job.spec.name,
+            action="if memory ran out, build with fewer --jobs; what was finished is not built again",
+        )
+    lines = output.strip().splitlines()
+    detail = f": {lines[-1][:_MAX_REASON_CHARS]}" if lines else ""
+    return BuildError(f"the worker process ended with exit code {code}{detail}", where=job.spec.name)

@@ -7,16 +7,17 @@ the toolchain alone, so that the same inputs give the same bytes.
 import hashlib
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepinfer import __version__
 from deepinfer.artifacts import (
     ArtifactWriter,
-    BuildCache,
     CacheLayout,
     CacheRegion,
     GraphEntry,
@@ -37,12 +38,13 @@ from deepinfer.errors import ArtifactMismatchError, ConfigError
 from deepinfer.graphs import cache_layout as declared
 from deepinfer.graphs.capture import GraphSpec, residual_taps
 from deepinfer.graphs.checkpoint import Checkpoint
-from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, parse_config
+from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, load_config, parse_config
 from deepinfer.graphs.config_schema import MODEL_TYPE
 from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.store import store_loaders, store_specs
 from deepinfer.graphs.strict_json import read_json_object
 from deepinfer.kernels import native
+from deepinfer.passes.manager import PassManager
 from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.toolchain import toolchain_identity
 from deepinfer.progress import Progress
@@ -93,6 +95,16 @@ class _Build:
     specs: list[GraphSpec]
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """What a build takes from the model directory, opened and checked; weights are made when asked for."""
+
+    checkpoint: Checkpoint
+    weights: dict[str, Callable[[], Tensor]]
+    text_files: dict[str, bytes]
+    eos_token_id: int | tuple[int, ...] | None
+
+
 def compile_model(
     model_dir: str | Path,
     out_dir: str | Path,
@@ -111,30 +123,31 @@ def compile_model(
     gets the graph's text after every pass. With `certify` the artifact is compared with the eager model and
     the result is written beside it. The artifact's id is recorded as built by this user.
 
-    Raises ModelError for an unusable checkpoint, BuildError when a graph cannot be compiled, and
-    ArtifactWriteError when the output cannot be written; `out_dir` is then as it was before.
+    Raises ModelError for an unusable checkpoint, SettingsError for options that do not suit it, BuildError
+    when a graph cannot be compiled, ArtifactWriteError when the output cannot be written, and
+    ArtifactUntrustedError when the trust store cannot be used; `out_dir` is then as it was before.
     """
     started = time.perf_counter()
     progress = progress or Progress()
-    cache_dir = cache_dir or native.user_cache_dir().parent
-    build = _resolve(Path(model_dir), config or CompileConfig())
+    trust_store = trust_store or TrustStore()
+    trust_store.entries()  # one that is unusable is named now, not after the work
+    cache_dir = (cache_dir or native.user_cache_dir().parent).absolute()
+    dump_dir = dump_dir.absolute() if dump_dir is not None else None
     out_dir = Path(out_dir)
+    build = _resolve(Path(model_dir), config or CompileConfig())
     with ArtifactWriter(out_dir, force=force) as writer:
-        # the checkpoint is opened, and everything wrong with it named, before any work is done
-        checkpoint = Checkpoint(build.model_dir, build.config)
-        files = tokenizer_files(build.model_dir)
+        sources = _open_sources(build)
         library = native.build_op_library(build.isa, cache_dir / "native")
         jobs = [_job(build, spec, cache_dir / "native", dump_dir) for spec in build.specs]
-        graphs = build_graphs(jobs, BuildCache(cache_dir / "graphs"), build.options.jobs or 1, progress)
+        graphs = build_graphs(jobs, cache_dir, build.options.jobs or 1, progress)
         for graph in graphs:
             for name, data in sorted(graph.files.items()):
                 writer.add_file(f"graphs/{graph.name}/{name}", data)
         writer.add_file_from(f"native/{native.LIBRARY_NAME}", library)
-        for name, data in sorted(files.items()):
+        for name, data in sorted(sources.text_files.items()):
             writer.add_file(f"tokenizer/{name}", data)
-        weights_bytes = _write_weights(writer, build, checkpoint, progress)
-        artifact_id = writer.finish(_manifest(build, checkpoint, files, library, weights_bytes))
-    trust_store = trust_store or TrustStore()
+        weights_bytes = _write_weights(writer, build, sources, progress)
+        artifact_id = writer.finish(_manifest(build, sources, library, weights_bytes))
     trust_store.record_built(artifact_id)
     certified, explanation = None, "not compared with the eager model"
     if certify:
@@ -151,8 +164,10 @@ def compile_model(
 
 
 def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
+    load_config(model_dir)  # says what is wrong, and what is ignored
     config_json = read_json_object(model_dir / "config.json", MAX_CONFIG_BYTES, ConfigError)
-    config = parse_config(config_json)
+    config = parse_config(config_json)  # of the very content that the workers get
+    PassManager(PASSES_EXACT, options.disabled_passes)  # refuses names that no pass has
     options = options.resolved(max_position_embeddings=config.max_position_embeddings)
     assert options.max_model_len is not None and options.logits_rows is not None
     layout = declared.cache_layout(
@@ -178,6 +193,18 @@ def _graph_specs(config: ModelConfig, options: CompileConfig) -> list[GraphSpec]
     return specs + [GraphSpec("logits", rows, 0) for rows in reversed(options.logits_rows or ())]
 
 
+def _open_sources(build: _Build) -> _Sources:
+    """Open all that is read of the model directory: what is wrong with it is named before any work."""
+    checkpoint = Checkpoint(build.model_dir, build.config)
+    files = tokenizer_files(build.model_dir)
+    return _Sources(
+        checkpoint=checkpoint,
+        weights=store_loaders(checkpoint, build.config, build.options.max_model_len or 0),
+        text_files=files,
+        eos_token_id=eos_token_ids(build.config, files),
+    )
+
+
 def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | None) -> Job:
     options = build.options
     return Job(
@@ -198,9 +225,8 @@ def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | Non
     )
 
 
-def _write_weights(writer: ArtifactWriter, build: _Build, checkpoint: Checkpoint, progress: Progress) -> int:
-    length = build.options.max_model_len or 0
-    specs = store_specs(build.config, length)
+def _write_weights(writer: ArtifactWriter, build: _Build, sources: _Sources, progress: Progress) -> int:
+    specs = store_specs(build.config, build.options.max_model_len or 0)
     total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values())
     progress.start("weights", total)
     with writer.create_file("weights/model.safetensors") as file:
@@ -209,14 +235,12 @@ def _write_weights(writer: ArtifactWriter, build: _Build, checkpoint: Checkpoint
             file.write(data)
             progress.advance(units=len(data))
 
-        return write_weight_file(write, specs, store_loaders(checkpoint, build.config, length))
+        return write_weight_file(write, specs, sources.weights)
 
 
-def _manifest(
-    build: _Build, checkpoint: Checkpoint, files: dict[str, bytes], library: Path, weights_bytes: int
-) -> Manifest:
+def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: int) -> Manifest:
     config, options, layout = build.config, build.options, build.layout
-    tokenizer = files.get("tokenizer.json")
+    checkpoint, tokenizer = sources.checkpoint, sources.text_files.get("tokenizer.json")
     toolchain = toolchain_identity(build.isa)
     return Manifest(
         model=ModelInfo(
@@ -225,7 +249,7 @@ def _manifest(
             vocab_size=config.vocab_size,
             num_hidden_layers=config.num_hidden_layers,
             bos_token_id=config.bos_token_id,
-            eos_token_id=eos_token_ids(config, files),
+            eos_token_id=sources.eos_token_id,
             pad_token_id=config.pad_token_id,
             image_token_id=config.image_token_id,
             config_sha256=hashlib.sha256(canonical_bytes(config.to_canonical_dict())).hexdigest(),
