@@ -5,6 +5,7 @@ unless DEEPINFER_LOG=debug.
 """
 
 import argparse
+import difflib
 import json
 import logging
 import math
@@ -73,6 +74,28 @@ class StrictParser(argparse.ArgumentParser):
 
     def __init__(self, **options: object) -> None:
         super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse everything. Raises UsageError, which names the nearest flag if an unknown one was given."""
+        options, extra = self.parse_known_args(args, namespace)
+        if extra:
+            self.error(f"unrecognized arguments: {' '.join(extra)}{self._hint(extra[0])}")
+        return options
+
+    def _hint(self, argument: str) -> str:
+        """What may have been meant by an argument that no flag takes."""
+        flag = argument.replace("=", " ").partition(" ")[0]
+        parsers = [self]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+        known = {name for parser in parsers for name in parser._option_string_actions if name[:2] == "--"}
+        if flag in known:
+            return f", give {flag} and its value as two arguments" if " " in argument else ""
+        near = difflib.get_close_matches(flag, sorted(known), n=1) if flag[:2] == "--" else []
+        return f", did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, where=self.prog, action=f"see {self.prog} --help")

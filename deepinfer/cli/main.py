@@ -44,7 +44,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from deepinfer.artifacts.inspect import describe, render
 
     facts = describe(options.artifact)
-    print(to_json(facts) if options.json else render(facts))
+    print(to_json(facts) if options.json else render(facts).rstrip("\n"))
     return 0
 
 
