@@ -109,7 +109,10 @@ def _worker_error(job: Job, work_dir: Path, code: int, output: str) -> DeepInfer
     with contextlib.suppress(OSError, ValueError, KeyError):
         fault = json.loads((work_dir / "error.json").read_text())
         kind = getattr(errors, fault["kind"], BuildError)
-        return kind(fault["what"], where=fault["where"] or job.spec.name, action=fault["action"])
+        place = fault["where"] or ""
+        if job.spec.name not in place:
+            place = f"{job.spec.name}: {place}".removesuffix(": ")
+        return kind(fault["what"], where=place, action=fault["action"])
     if code < 0:
         return BuildError(
             f"the worker process was killed by signal {-code}",

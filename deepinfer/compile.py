@@ -51,7 +51,7 @@ from deepinfer.progress import Progress
 from deepinfer.settings import CompileConfig
 from deepinfer.tokenizer_files import eos_token_ids, tokenizer_files
 from deepinfer.tolerances import TOLERANCES
-from deepinfer.weight_file import write_weight_file
+from deepinfer.weight_file import file_bytes, write_weight_file
 
 # exporting residuals costs their bytes at every step: by default only where that is next to nothing
 AUTO_TAPS_BYTES = 16 << 20
@@ -227,8 +227,7 @@ def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | Non
 
 def _write_weights(writer: ArtifactWriter, build: _Build, sources: _Sources, progress: Progress) -> int:
     specs = store_specs(build.config, build.options.max_model_len or 0)
-    total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs.values())
-    progress.start("weights", total)
+    progress.start("weights", file_bytes(specs))
     with writer.create_file("weights/model.safetensors") as file:
 
         def write(data: memoryview | bytes) -> None:

@@ -40,6 +40,11 @@ def header(specs: Specs) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def file_bytes(specs: Specs) -> int:
+    """Return the size of the whole file."""
+    return len(header(specs)) + sum(torch.Size(shape).numel() * d.itemsize for shape, d in specs.values())
+
+
 def write_weight_file(
     write: Callable[[memoryview | bytes], object], specs: Specs, loaders: Mapping[str, Callable[[], Tensor]]
 ) -> int:
