@@ -193,10 +193,6 @@ class CompiledGraph:
         try:
             return self._run(inputs)
         except RuntimeError as error:
-            if self._constants is None and self.constant_names:
-                raise DeepInferError(
-                    "has no weights yet", where=self.name, action="call bind first"
-                ) from error
             raise DeepInferError(f"the graph failed: {_first_line(error)}", where=self.name) from error
 
 
