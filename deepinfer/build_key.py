@@ -1,10 +1,12 @@
-"""The key of a graph in the build cache: a digest of everything that decides its files.
+"""Keys of the build cache: digests of everything that decides a graph's files.
 
-Sources of the packages that make a graph are part of it, so a change of one line rebuilds what it may change
-and nothing is ever taken from the cache that this version would build otherwise.
+There are two. The key of a graph is known before any work: the sources of the packages that make a graph are
+part of it, so nothing is ever taken from the cache that this version would build otherwise. The key of a
+lowering is known after the passes: a changed source that left the graph as it was needs no compiler.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,27 @@ def graph_key(job: dict[str, Any]) -> str:
         "job": job,
         "sources": sources_sha256(),
         "toolchain": {name: str(value) for name, value in toolchain_identity(job["isa"]).items()},
+        "torch": [str(torch.__version__), str(torch.version.git_version)],
+    }
+    return hashlib.sha256(canonical_bytes(identity)).hexdigest()
+
+
+def lowering_key(text: str, node_names: Sequence[str], name: str, isa: str) -> str:
+    """Return the key of what one graph is lowered to.
+
+    `text` and `node_names` are those of the graph after all passes; names reach the generated code.
+    """
+    digest = hashlib.sha256()
+    root = Path(deepinfer.passes.__path__[0])
+    for path in sorted(root.glob("*.py")):
+        _update(digest, path.name, path)
+    identity = {
+        "text": text,
+        "nodes": list(node_names),
+        "name": name,
+        "isa": isa,
+        "sources": digest.hexdigest(),
+        "toolchain": {name: str(value) for name, value in toolchain_identity(isa).items()},
         "torch": [str(torch.__version__), str(torch.version.git_version)],
     }
     return hashlib.sha256(canonical_bytes(identity)).hexdigest()

@@ -16,6 +16,7 @@ import msgspec
 from torch.export import ExportedProgram
 
 from deepinfer.artifacts import (
+    BuildCache,
     ConstantSpec,
     GraphSignature,
     InputSpec,
@@ -24,6 +25,7 @@ from deepinfer.artifacts import (
     PassResult,
     canonical_bytes,
 )
+from deepinfer.build_key import lowering_key
 from deepinfer.errors import DeepInferError
 from deepinfer.graphs.cache_layout import cache_layout
 from deepinfer.graphs.capture import GraphSpec, capture, weight_name
@@ -57,7 +59,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     taps: bool
     isa: str
     disabled_passes: tuple[str, ...]
-    cache_dir: str  # of the op library that tracing needs
+    cache_dir: str  # of the op library that tracing needs, and of what graphs were lowered to
     dump_dir: str | None
     work_dir: str
 
@@ -70,15 +72,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 def build_graph(job: Job) -> None:
     """Build the job's graph into its work directory. Raises BuildError (and its subclasses)."""
     work_dir = Path(job.work_dir)
-    load_host_library(Path(job.cache_dir))
+    load_host_library(Path(job.cache_dir) / "native")
     program = captured_program(job)
     nodes_captured = len(program.graph.nodes)
     dump_dir = Path(job.dump_dir) if job.dump_dir else None
     report = PassManager(PASSES_EXACT, job.disabled_passes, dump_dir).run(program, name=job.spec.name)
     text = graph_text(program.graph_module)
-    lowered = lower_graph(program, name=job.spec.name, work_dir=work_dir, isa=job.isa)
+    for name, data in lowered_files(job, program, text).items():
+        (work_dir / name).write_bytes(data)
     (work_dir / "graph.txt").write_text(text)
-    (work_dir / "signature.json").write_bytes(canonical_bytes(signature_of(lowered)))
     (work_dir / "passes.json").write_bytes(canonical_bytes(pass_results(report)))
     facts = {
         "nodes_captured": nodes_captured,
@@ -86,6 +88,24 @@ def build_graph(job: Job) -> None:
         "rewrites": sum(result.rewrites or 0 for result in report.results),
     }
     (work_dir / "result.json").write_text(json.dumps(facts))
+
+
+def lowered_files(job: Job, program: ExportedProgram, text: str) -> dict[str, bytes]:
+    """Lower a graph, or take what an equal graph was lowered to: shared object, its JSON, signature.
+
+    Most changes of the sources leave most graphs as they are; those need no compiler.
+    """
+    cache = BuildCache(Path(job.cache_dir) / "lowered")
+    key = lowering_key(text, [node.name for node in program.graph.nodes], job.spec.name, job.isa)
+    files = cache.get(key)
+    if files is None:
+        lowered = lower_graph(program, name=job.spec.name, work_dir=Path(job.work_dir), isa=job.isa)
+        files = {"model.so": lowered.shared_object.read_bytes()}
+        if lowered.extern_json is not None:
+            files["model.json"] = lowered.extern_json.read_bytes()
+        files["signature.json"] = canonical_bytes(signature_of(lowered))
+        cache.put(key, files)
+    return files
 
 
 def captured_program(job: Job) -> ExportedProgram:

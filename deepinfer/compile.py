@@ -138,7 +138,7 @@ def compile_model(
     with ArtifactWriter(out_dir, force=force) as writer:
         sources = _open_sources(build)
         library = native.build_op_library(build.isa, cache_dir / "native")
-        jobs = [_job(build, spec, cache_dir / "native", dump_dir) for spec in build.specs]
+        jobs = [_job(build, spec, cache_dir, dump_dir) for spec in build.specs]
         graphs = build_graphs(jobs, cache_dir, build.options.jobs or 1, progress)
         for graph in graphs:
             for name, data in sorted(graph.files.items()):
@@ -205,7 +205,7 @@ def _open_sources(build: _Build) -> _Sources:
     )
 
 
-def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | None) -> Job:
+def _job(build: _Build, spec: GraphSpec, cache_dir: Path, dump_dir: Path | None) -> Job:
     options = build.options
     return Job(
         config=build.config_json,
@@ -219,7 +219,7 @@ def _job(build: _Build, spec: GraphSpec, library_dir: Path, dump_dir: Path | Non
         taps=spec.taps,
         isa=build.isa,
         disabled_passes=options.disabled_passes,
-        cache_dir=str(library_dir),
+        cache_dir=str(cache_dir),
         dump_dir=str(dump_dir) if dump_dir else None,
         work_dir="",
     )
