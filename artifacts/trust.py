@@ -34,10 +34,22 @@ class _Store(Record, frozen=True, kw_only=True):
 
 
 def default_trust_directory() -> Path:
-    """`$XDG_CONFIG_HOME/deepinfer`, or `~/.config/deepinfer`."""
+    """`$XDG_CONFIG_HOME/deepinfer`, or `~/.config/deepinfer`.
+
+    Raises ArtifactUntrustedError for a user without a home directory.
+    """
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # the base directory specification: a relative value is to be ignored
-    return (Path(base) if base.startswith("/") else Path.home() / ".config") / "deepinfer"
+    if base.startswith("/"):
+        return Path(base) / "deepinfer"
+    try:
+        return Path.home() / ".config" / "deepinfer"
+    except RuntimeError as error:
+        raise ArtifactUntrustedError(
+            "this user has no home directory to keep the list of trusted artifacts in",
+            where="HOME",
+            action="set HOME or XDG_CONFIG_HOME",
+        ) from error
 
 
 class TrustStore:

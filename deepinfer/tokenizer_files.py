@@ -38,7 +38,7 @@ def tokenizer_files(model_dir: Path) -> dict[str, bytes]:
 
 
 def eos_token_ids(config: ModelConfig, files: dict[str, bytes]) -> int | tuple[int, ...] | None:
-    """Return the ids that end a text: those of generation_config.json where it names any, else the model's.
+    """Return the ids that end a text: the model's, and those that generation_config.json adds.
 
     Raises TokenizerError when an id there is not a token of the model.
     """
@@ -54,7 +54,7 @@ def eos_token_ids(config: ModelConfig, files: dict[str, bytes]) -> int | tuple[i
             raise TokenizerError(
                 f"eos_token_id {token!r} is not in [0, {config.vocab_size})", where=where, action="correct it"
             )
-    return _one_or_many(tuple(sorted(set(ids))))
+    return _one_or_many(tuple(sorted({*config.eos_token_ids, *ids})))
 
 
 def _one_or_many(ids: tuple[int, ...]) -> int | tuple[int, ...] | None:

@@ -89,7 +89,14 @@ def supports_isa(level: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 def user_cache_dir() -> Path:
     """Where libraries are kept unless the caller says otherwise."""
-    return Path.home() / ".cache" / "deepinfer" / "native"
+    try:
+        return Path.home() / ".cache" / "deepinfer" / "native"
+    except RuntimeError as error:
+        raise ResourceError(
+            "this user has no home directory to keep compiled libraries in",
+            where="HOME",
+            action="set HOME, or DEEPINFER_CACHE to a directory of your own",
+        ) from error
 
 
 def build_op_library(

@@ -33,7 +33,7 @@ MAY_IMPORT_LAZILY = {
     "deepinfer.cli.diff": "as for compile",
     "deepinfer.cli.generate": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.cli.main": "inspect and trust must not load the runtime",
-    "deepinfer.passes.inductor": "Inductor takes seconds to import and only a build's worker processes need it",
+    "deepinfer.passes.inductor": "Inductor takes seconds to import and only the workers of a build need it",
 }
 
 # Folders in which importing one of these packages is an error, with the reason.

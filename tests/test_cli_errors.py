@@ -228,7 +228,13 @@ def test_compile_hands_over_the_settings_and_prints_the_result(
         assert (places["cache_dir"], places["dump_dir"]) == (Path("/c"), None)
         graph = {"name": "decode-4", "nodes": 1200, "rewrites": 7, "seconds": 1.5}
         return SimpleNamespace(
-            artifact_id="ab", out_dir=out, graphs=[graph], weights_bytes=2_000_000, seconds=2.0
+            artifact_id="ab",
+            out_dir=out,
+            graphs=[graph],
+            weights_bytes=2_000_000,
+            seconds=2.0,
+            certified=True,
+            explanation="equal",
         )
 
     stub("deepinfer.compile", "compile_model", compile_model)

@@ -5,14 +5,17 @@ unless DEEPINFER_LOG=debug.
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -185,7 +188,8 @@ def run_command(command: Callable[[Sequence[str], Environment], int], arguments:
     try:
         environment = read_environment(os.environ)
         _start_logging(environment.log)
-        code = command(given, environment)
+        with _sigterm_unwinds():
+            code = command(given, environment)
         sys.stdout.flush()
     except BrokenPipeError:
         _abandon_stdout()
@@ -236,6 +240,23 @@ def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
         except BrokenPipeError:
             _abandon_stdout()
     return exit_code
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let a request to end unwind the block like an error, so that nothing half-written is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signal_number: int, _: object) -> NoReturn:
+        sys.exit(128 + signal_number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _abandon_stdout() -> None:

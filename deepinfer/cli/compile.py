@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deepinfer.cli.common import (
+    EXIT_DIFFERENT,
     Environment,
     StrictParser,
     add_output_flags,
@@ -23,6 +24,7 @@ from deepinfer.settings import UNSET, load_settings
 if TYPE_CHECKING:
     from deepinfer.compile import CompileResult
 
+_VERDICTS = {True: "equal", False: "DIFFERENT", None: "none"}
 _LISTS = ("--decode-rows", "--prefill-tokens")
 
 
@@ -59,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str], environment: Environment) -> int:
-    """Build the artifact and print what it holds. Raises DeepInferError."""
+    """Build and print what came out; 1 when it differs from the eager model. Raises DeepInferError."""
     options = build_parser().parse_args(join_lists(arguments, _LISTS))
     settings = load_settings(
         options.config,
@@ -86,7 +88,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
             dump_dir=environment.dump_dir,
         )
     print(to_json(_as_dict(result)) if options.json else _as_text(result))
-    return 0
+    return EXIT_DIFFERENT if result.certified is False else 0
 
 
 def _as_dict(result: "CompileResult") -> dict[str, object]:
@@ -94,6 +96,8 @@ def _as_dict(result: "CompileResult") -> dict[str, object]:
         "artifact_id": result.artifact_id,
         "out_dir": str(result.out_dir),
         "graphs": [msgspec.to_builtins(graph) for graph in result.graphs],
+        "certified": result.certified,
+        "explanation": result.explanation,
         "weights_bytes": result.weights_bytes,
         "seconds": result.seconds,
     }
@@ -107,6 +111,7 @@ def _as_text(result: "CompileResult") -> str:
     ]
     lines += [
         f"weights    {result.weights_bytes / 1e6:,.1f} MB",
+        f"proof      {_VERDICTS[result.certified]}: {result.explanation}",
         f"artifact   {result.artifact_id}",
         f"wrote      {result.out_dir} in {result.seconds:.1f} s",
         f"next       deepinfer generate {result.out_dir} --prompt-token-ids 1,2,3",

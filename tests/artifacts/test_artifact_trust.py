@@ -150,3 +150,13 @@ def test_the_default_follows_the_base_directory_rules(
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
         assert default_trust_directory() == tmp_path / "home" / ".config" / "deepinfer"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ArtifactUntrustedError, match="XDG_CONFIG_HOME"):
+        default_trust_directory()

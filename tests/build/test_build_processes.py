@@ -144,7 +144,10 @@ def test_a_failing_worker_stops_the_others(
     _assert_nothing_left(parent, cache)
 
 
-def test_an_interrupt_ends_the_command_with_130_and_leaves_nothing(
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_told_to_end_says_so_and_leaves_nothing(
+    number: int,
+    code: int,
     tiny_model: Path,
     parent: Path,
     make_cache: Caches,
@@ -157,10 +160,13 @@ def test_an_interrupt_ends_the_command_with_130_and_leaves_nothing(
     arguments = [str(tiny_model), "-o", str(parent / "out"), *tiny_build.FLAGS]
     child = os.fork()
     if child == 0:
-        os._exit(command.main(arguments))
+        try:
+            os._exit(command.main(arguments))
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
     wait_for(lambda: "decode-1" in started())
-    os.kill(child, signal.SIGINT)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     _assert_nothing_left(parent, cache)
     stub_workers()
     result = tiny_build.build(tiny_model, parent / "out", cache)

@@ -186,3 +186,12 @@ for op in OPS:
     ]
     assert texts[0] == texts[1]
     assert len(texts[0].splitlines()) == 2 * (len(OPS) + 2)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ResourceError, match="DEEPINFER_CACHE"):
+        native.user_cache_dir()
