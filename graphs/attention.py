@@ -37,7 +37,8 @@ def attention(ctx: StepContext, layer: int, x: Tensor) -> Tensor:
         visible = torch.cat((visible, picked_visible), dim=1)
 
     ctx.tap(layer, "q", query)
-    output = softmax_with_sink(query, keys, visible, weights["attn.attn_sink"], config.head_dim**-0.5)
+    output, mass = softmax_with_sink(query, keys, visible, weights["attn.attn_sink"], config.head_dim**-0.5)
+    ctx.tap(layer, "attn_mass", mass)
     output = ctx.tap(layer, "o", output)
     output = apply_rope(output, rotation, inverse=True)
     grouped = output.flatten(1).unflatten(1, (config.o_groups, -1))
@@ -52,10 +53,13 @@ def project(ctx: StepContext, weights: Scope, name: str, x: Tensor) -> Tensor:
     return out.squeeze(1)
 
 
-def softmax_with_sink(query: Tensor, keys: Tensor, visible: Tensor, sink: Tensor, scale: float) -> Tensor:
+def softmax_with_sink(
+    query: Tensor, keys: Tensor, visible: Tensor, sink: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend `query [T, H, d]` to `keys [T, n, d]` where `visible [T, n]`; `sink [H]` joins the sum (5.3).
 
-    Float32 inside, dtype of `query` out. A row that sees nothing gives zeros.
+    Returns the output `[T, H, d]` in the dtype of `query` and the probability mass of every key, summed over
+    heads, `[T, n]` float32. Float32 inside. A row that sees nothing gives zeros.
     """
     # a key that is not visible may hold anything, and zero times NaN is NaN
     keys = torch.where(visible.unsqueeze(-1), keys, 0).float()
@@ -64,7 +68,8 @@ def softmax_with_sink(query: Tensor, keys: Tensor, visible: Tensor, sink: Tensor
     top = logits.amax(-1, keepdim=True).clamp(min=-1e30)
     weights = torch.exp(logits - top)
     total = weights.sum(-1, keepdim=True) + torch.exp(sink.view(1, -1, 1) - top)
-    return (torch.matmul(weights, keys) / total).to(query.dtype)
+    output = (torch.matmul(weights, keys) / total).to(query.dtype)
+    return output, (weights / total).sum(1)
 
 
 def _window(
@@ -72,27 +77,12 @@ def _window(
 ) -> tuple[Tensor, Tensor]:
     """Write the rows' window records; return keys `[T, W, d]`, oldest first, and which are real `[T, W]`."""
     config, rows = ctx.config, ctx.rows
-    ring = ctx.layer_caches(layer)["window"]
-    ring_length = ring.shape[1]
     kv = rms_norm(project(ctx, weights, "attn.wkv", x), weights["attn.kv_norm"], config.rms_norm_eps)
     record = ctx.precision.window_record(apply_rope(kv, rotation))
-
     offsets = torch.arange(config.sliding_window - 1, -1, -1)
     positions = rows.positions.unsqueeze(1) - offsets
     visible = (positions >= 0) & rows.valid.unsqueeze(1)
-    positions = positions.clamp(min=0)
-    write_address = (rows.ring_write_slots(ring_length), rows.positions % ring_length)
-    if ctx.phase == "decode":
-        # one row per request: write it, then everything in the window is in the ring
-        ring.index_put_(write_address, record)
-        records = ring[rows.slots.unsqueeze(1), positions % ring_length]
-    else:
-        # a chunk may overwrite ring entries that its own first rows still need: read first, write last
-        history = ring[rows.request_slots].flatten(0, 1)
-        in_history = rows.request_index.unsqueeze(1) * ring_length + positions % ring_length
-        source = torch.where(rows.in_chunk(positions), rows.row_at(positions), record.shape[0] + in_history)
-        records = torch.cat((record, history), dim=0)[source]
-        ring.index_put_(write_address, record)
+    records = ctx.caches.window(layer, record, positions.clamp(min=0))
     return ctx.precision.window_vector(records), visible
 
 
@@ -101,7 +91,5 @@ def _picked(ctx: StepContext, layer: int) -> tuple[Tensor, Tensor]:
     index_source, kv_source = ctx.config.index_source(layer), ctx.config.kv_source(layer)
     assert index_source is not None and kv_source is not None, layer
     picks = ctx.picks[index_source]
-    region = ctx.layer_caches(kv_source)["compressed_kv"]
-    entries = picks.clamp(min=0)
-    blocks = ctx.rows.blocks.gather(1, entries // region.shape[1])
-    return ctx.precision.compressed_vector(region[blocks, entries % region.shape[1]]), picks >= 0
+    records = ctx.caches.entries_at(kv_source, "compressed_kv", picks.clamp(min=0))
+    return ctx.precision.compressed_vector(records), picks >= 0

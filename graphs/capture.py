@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepinfer.errors import CaptureError
+from deepinfer.errors import CaptureError, UsageError
 from deepinfer.graphs.cache_layout import CacheLayout
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.records import Precision
@@ -138,7 +138,7 @@ def capture(
                 module = CapturedStep(spec, config, precision, regions, weights)
                 arguments = example_inputs(spec, layout) + example_regions(layout)
             return torch.export.export(module, arguments, strict=False)
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, UsageError) as error:
         raise CaptureError(
             f"tracing failed: {str(error).splitlines()[0]}",
             where=spec.name,

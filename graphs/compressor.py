@@ -25,9 +25,8 @@ def write_compressed(ctx: StepContext, layer: int, x: Tensor) -> tuple[Tensor, T
     entries = rows.positions // ratio
     emitted = rows.valid & ((rows.positions + 1) % ratio == 0)
     rotated = apply_rope(latent, ctx.weights[COMPRESSED_TABLE][entries * ratio])
-    region = ctx.layer_caches(layer)["compressed_kv"]
-    address = rows.paged_address(entries, emitted, region.shape[1])
-    region.index_put_(address, ctx.precision.compressed_record(rotated))
+    record = ctx.precision.compressed_record(rotated)
+    ctx.caches.write_entries(layer, "compressed_kv", entries, emitted, record)
     return latent, entries, emitted
 
 
@@ -40,17 +39,10 @@ def _pool_groups(ctx: StepContext, layer: int, x: Tensor) -> Tensor:
     value = linear(x, weights["attn.compressor.wkv"], torch.float32)
     gate = linear(x, weights["attn.compressor.wgate"], torch.float32)
     parked = torch.cat((value, gate), dim=-1)
-    ring = ctx.layer_caches(layer)["open_group"]
-    ring_length = ring.shape[1]
-
     offsets = torch.arange(ctx.config.ratio(layer) - 1, 0, -1)
     earlier = (rows.positions.unsqueeze(1) - offsets).clamp(min=0)
-    from_ring = ring[rows.slots.unsqueeze(1), earlier % ring_length]
-    from_chunk = parked[rows.row_at(earlier)]
-    earlier_parked = torch.where(rows.in_chunk(earlier).unsqueeze(-1), from_chunk, from_ring)
+    earlier_parked = ctx.caches.open_group(layer, parked, earlier)
     values, gates = torch.cat((earlier_parked, parked.unsqueeze(1)), dim=1).chunk(2, dim=-1)
-    ring.index_put_((rows.ring_write_slots(ring_length), rows.positions % ring_length), parked)
-
     shares = torch.exp(gates - gates.amax(1, keepdim=True))
     shares = shares / ordered_sum(shares, 1).unsqueeze(1)
     return ordered_sum(values * shares, 1)

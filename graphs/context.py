@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
+from deepinfer.graphs.caches import StepCaches
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.records import Precision
 from deepinfer.graphs.rows import Rows
-
-PhaseName = Literal["prefill", "decode"]
 
 # sees a named value of a layer and returns the value to go on with (see `forward_step`)
 Tap = Callable[[int, str, Tensor], Tensor]
@@ -33,13 +31,12 @@ class Scope:
 
 @dataclass
 class StepContext:
-    """State of one forward pass. `caches` maps region names to views that the step reads and mutates."""
+    """State of one forward pass."""
 
     config: ModelConfig
     precision: Precision
-    phase: PhaseName
     weights: Mapping[str, Tensor]
-    caches: Mapping[str, Tensor]
+    caches: StepCaches
     rows: Rows
     tap: Tap = unchanged
     # picks of each index source: entry indices [T, k] in ascending order, -1 padded
@@ -52,10 +49,6 @@ class StepContext:
     def layer_weights(self, layer: int) -> Scope:
         """The weights of one layer under their short names."""
         return Scope(self.weights, layer)
-
-    def layer_caches(self, layer: int) -> Scope:
-        """The cache regions of one layer under their short names."""
-        return Scope(self.caches, layer)
 
 
 def ordered_sum(terms: Tensor, dim: int) -> Tensor:

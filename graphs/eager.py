@@ -15,9 +15,10 @@ from torch import Tensor
 
 from deepinfer.errors import RequestError
 from deepinfer.graphs.cache_layout import CacheLayout, cache_layout
+from deepinfer.graphs.caches import PhaseName
 from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig, load_config
-from deepinfer.graphs.context import PhaseName, Tap, unchanged
+from deepinfer.graphs.context import Tap, unchanged
 from deepinfer.graphs.records import PRECISIONS, Precision, PrecisionName
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_step, logits_step

@@ -29,20 +29,13 @@ def hash_ids(context: Tensor, alive: Tensor, pad: Tensor | int, tables: Scope) -
 
 def write_history_and_hash(ctx: StepContext) -> None:
     """Compute the table rows of every Engram layer and keep the step's last tokens for the next one."""
-    config, rows = ctx.config, ctx.rows
+    config = ctx.config
     token_map = ctx.weights["engram.token_map"]
-    ring = ctx.caches["token_history"]
-    ring_length = ring.shape[1]
-    positions = rows.positions.unsqueeze(1) - torch.arange(config.engram_max_ngram_size)
+    positions = ctx.rows.positions.unsqueeze(1) - torch.arange(config.engram_max_ngram_size)
     alive = positions >= 0
-    positions = positions.clamp(min=0)
-    from_ring = ring[rows.slots.unsqueeze(1), positions % ring_length].squeeze(-1).long()
-    from_chunk = rows.token_ids[rows.row_at(positions)]
-    tokens = torch.where(rows.in_chunk(positions), from_chunk, from_ring)
+    tokens = ctx.caches.tokens(positions.clamp(min=0))
     # a ring entry that was never written is never used, but it must not index past the map
     context = token_map[torch.where(alive, tokens, 0).clamp(0, token_map.shape[0] - 1)]
-    address = (rows.ring_write_slots(ring_length), rows.positions % ring_length)
-    ring.index_put_(address, rows.token_ids.unsqueeze(1).to(ring.dtype))
     pad = token_map[config.engram_pad_token_id]
     for layer in config.engram_layer_ids:
         ids = hash_ids(context, alive, pad, ctx.layer_weights(layer))

@@ -17,9 +17,8 @@ def write_index_keys(ctx: StepContext, layer: int, latent: Tensor, entries: Tens
     key = linear(latent, weights["attn.indexer.wk"], latent.dtype)
     key = rms_norm(key, weights["attn.indexer.k_norm"], config.rms_norm_eps)
     key = apply_rope(key, ctx.weights[COMPRESSED_TABLE][entries * config.ratio(layer)])
-    region = ctx.layer_caches(layer)["index_key"]
-    address = ctx.rows.paged_address(entries, emitted, region.shape[1])
-    region.index_put_(address, ctx.precision.index_key_record(key))
+    record = ctx.precision.index_key_record(key)
+    ctx.caches.write_entries(layer, "index_key", entries, emitted, record)
 
 
 def pick_entries(ctx: StepContext, layer: int, x: Tensor, latent_query: Tensor) -> None:
@@ -36,7 +35,7 @@ def pick_entries(ctx: StepContext, layer: int, x: Tensor, latent_query: Tensor) 
         ctx.tap(layer, "candidates", ctx.candidates)
     elif ctx.candidates is not None:
         scores = torch.where(ctx.candidates, scores, -torch.inf)
-    ctx.tap(layer, "index_score", scores)
+    scores = ctx.tap(layer, "index_score", scores)
     ctx.picks[layer] = ctx.tap(layer, "topk", top_entries(scores, config.index_topk))
 
 
@@ -59,9 +58,8 @@ def _scores(ctx: StepContext, layer: int, x: Tensor, latent_query: Tensor) -> Te
 
     kv_source = config.kv_source(layer)
     assert kv_source is not None, layer
-    region = ctx.layer_caches(kv_source)["index_key"]
-    keys = ctx.precision.index_key_vector(region[rows.blocks].flatten(1, 2))
-    dots = torch.matmul(ctx.precision.index_query(query), keys.transpose(1, 2))
+    query = ctx.precision.index_query(query)
+    dots = ctx.caches.dot_entries(kv_source, "index_key", query, ctx.precision.index_key_vector)
     return ordered_sum(dots.relu() * head_weights.unsqueeze(-1), 1)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.graphs.attention import attention
+from deepinfer.graphs.caches import PhaseName, RegionCaches, StepCaches
 from deepinfer.graphs.config import ModelConfig
-from deepinfer.graphs.context import PhaseName, StepContext, Tap, unchanged
+from deepinfer.graphs.context import StepContext, Tap, unchanged
 from deepinfer.graphs.engram import engram, write_history_and_hash
 from deepinfer.graphs.hyper_connections import collapse, expand, first_stream, mix
 from deepinfer.graphs.moe import moe
@@ -25,17 +26,32 @@ def forward_step(
     precision: Precision,
     weights: Mapping[str, Tensor],
     inputs: StepInputs,
-    caches: Mapping[str, Tensor],
+    regions: Mapping[str, Tensor],
     tap: Tap = unchanged,
 ) -> Tensor:
-    """Run all layers over the step's rows and return the final normed hidden rows `[T, D]`.
+    """Run prefill or decode over the cache `regions` and return the final normed hidden rows `[T, D]`.
+
+    `regions` maps the names of the cache layout to `[blocks or slots, entries, *record]`; they are mutated.
+    """
+    rows = Rows.from_inputs(inputs)
+    return forward_rows(config, precision, weights, rows, RegionCaches(rows, phase, regions), tap)
+
+
+def forward_rows(
+    config: ModelConfig,
+    precision: Precision,
+    weights: Mapping[str, Tensor],
+    rows: Rows,
+    caches: StepCaches,
+    tap: Tap = unchanged,
+) -> Tensor:
+    """Run all layers over `rows` and return the final normed hidden rows `[T, D]`.
 
     `tap` sees named values of every layer and may replace them: graphs export intermediate results this way,
     and comparisons feed one implementation with those of another. `engram`, `attn` and `ffn` are the streams
     `[T, n, D]` after that part of the layer; other names are sublayer inputs and outputs and decisions.
     """
-    rows = Rows.from_inputs(inputs)
-    ctx = StepContext(config, precision, phase, weights, caches, rows, tap)
+    ctx = StepContext(config, precision, weights, caches, rows, tap)
     if config.engram_layer_ids:
         write_history_and_hash(ctx)
     hidden = weights["embed"][rows.token_ids].to(precision.dtype)

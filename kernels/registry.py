@@ -22,7 +22,9 @@ from deepinfer.errors import CaptureError
 
 NAMESPACE = "deepinfer"
 
-_captured: contextvars.ContextVar[bool] = contextvars.ContextVar("deepinfer_captured_ops", default=False)
+# how a call of an op is routed: None runs the reference
+Route = Callable[["Op"], Callable[..., Any]]
+_route: contextvars.ContextVar[Route | None] = contextvars.ContextVar("deepinfer_op_route", default=None)
 _fakes_registered: set[str] = set()
 
 
@@ -45,10 +47,8 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Run the reference; inside `captured_ops()`, call the registered operation instead."""
-        if _captured.get():
-            register_fake(self)
-            return self.native(*args)
-        return self.reference(*args)
+        route = _route.get()
+        return (self.reference if route is None else route(self))(*args)
 
     def native(self, *args: Any) -> Any:
         """Call the registered operation. Raises CaptureError if the op library is not loaded."""
@@ -81,8 +81,23 @@ def captured_ops() -> Iterator[None]:
     A call raises CaptureError if the op library is not loaded. Restores the former routing on exit, also
     after an exception; other threads and tasks are not affected.
     """
-    token = _captured.set(True)
+    with routed_ops(_captured):
+        yield
+
+
+def _captured(op: Op) -> Callable[..., Any]:
+    register_fake(op)
+    return op.native
+
+
+@contextlib.contextmanager
+def routed_ops(route: Route) -> Iterator[None]:
+    """Within the block a call of `op` runs `route(op)`; the former routing comes back on exit.
+
+    Other threads and tasks are not affected.
+    """
+    token = _route.set(route)
     try:
         yield
     finally:
-        _captured.reset(token)
+        _route.reset(token)

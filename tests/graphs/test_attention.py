@@ -12,6 +12,11 @@ from deepinfer.graphs.attention import _window, softmax_with_sink
 from deepinfer.graphs.rope import WINDOW_TABLE
 
 
+def attend(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    """The attention output alone."""
+    return softmax_with_sink(*args, **kwargs)[0]
+
+
 def plain_softmax(query, keys, visible, sink, scale):
     """The definition in float64, one head of one row at a time; also the same sum over |values|."""
     output = torch.zeros(query.shape, dtype=torch.float64)
@@ -37,25 +42,25 @@ ONE_KEY = {"keys": unit([[[4.0, 8.0]]]), "visible": torch.tensor([[True]]), "sca
 
 
 def test_a_sink_of_ln_3_leaves_a_quarter_to_one_key():
-    output = softmax_with_sink(unit([[[0.0, 0.0]]]), sink=unit([math.log(3)]), **ONE_KEY)
+    output = attend(unit([[[0.0, 0.0]]]), sink=unit([math.log(3)]), **ONE_KEY)
     assert output.flatten().tolist() == pytest.approx([1.0, 2.0])
 
 
 def test_the_sink_is_not_scaled():
     """Logit 0.5 * 4 * 0.5 = 1 against a sink of 1: one half each, whatever the softmax scale."""
-    output = softmax_with_sink(unit([[[0.5, 0.0]]]), sink=unit([1.0]), **ONE_KEY)
+    output = attend(unit([[[0.5, 0.0]]]), sink=unit([1.0]), **ONE_KEY)
     assert output.flatten().tolist() == pytest.approx([2.0, 4.0])
 
 
 @pytest.mark.parametrize("sink", [1e4, 3e38, math.inf])
 def test_a_huge_sink_gives_zeros(sink):
-    output = softmax_with_sink(unit([[[1.0, 1.0]]]), sink=unit([sink]), **ONE_KEY)
+    output = attend(unit([[[1.0, 1.0]]]), sink=unit([sink]), **ONE_KEY)
     assert output.flatten().tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("sink", [-3e38, -math.inf])
 def test_a_sink_far_below_takes_nothing(sink):
-    output = softmax_with_sink(unit([[[1.0, 1.0]]]), sink=unit([sink]), **ONE_KEY)
+    output = attend(unit([[[1.0, 1.0]]]), sink=unit([sink]), **ONE_KEY)
     assert output.flatten().tolist() == [4, 8]
 
 
@@ -65,7 +70,7 @@ def test_a_row_that_sees_nothing_gives_zeros(sink, dtype):
     query, keys = torch.ones(2, 3, 4, dtype=dtype), torch.ones(2, 5, 4, dtype=dtype)
     visible = torch.zeros(2, 5, dtype=torch.bool)
     visible[1, 2] = True
-    output = softmax_with_sink(query, keys, visible, torch.full((3,), sink), 0.5)
+    output = attend(query, keys, visible, torch.full((3,), sink), 0.5)
     assert output.dtype == dtype
     assert not output[0].any()
     assert sink > 40 or output[1].all()
@@ -75,17 +80,17 @@ def test_a_row_that_sees_nothing_gives_zeros(sink, dtype):
 def test_keys_that_are_not_visible_may_hold_anything(garbage):
     keys = unit([[[4.0, 8.0], [garbage, garbage]]])
     query, sink = unit([[[1.0, 0.0]]]), unit([0.0])
-    output = softmax_with_sink(query, keys, torch.tensor([[True, False]]), sink, 0.5)
-    assert torch.equal(output, softmax_with_sink(query, sink=sink, **ONE_KEY))
-    assert not softmax_with_sink(query, keys, torch.tensor([[False, False]]), sink, 0.5).any()
+    output = attend(query, keys, torch.tensor([[True, False]]), sink, 0.5)
+    assert torch.equal(output, attend(query, sink=sink, **ONE_KEY))
+    assert not attend(query, keys, torch.tensor([[False, False]]), sink, 0.5).any()
 
 
 def test_an_entry_counts_once_per_listing():
     keys = unit([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
     query, sink = unit([[[0.0, 0.0]]]), unit([0.0])
-    listed_twice = softmax_with_sink(query, keys, torch.tensor([[True, True, True]]), sink, 1.0)
+    listed_twice = attend(query, keys, torch.tensor([[True, True, True]]), sink, 1.0)
     assert listed_twice.flatten().tolist() == pytest.approx([0.5, 0.25])
-    once = softmax_with_sink(query, keys, torch.tensor([[True, True, False]]), sink, 1.0)
+    once = attend(query, keys, torch.tensor([[True, True, False]]), sink, 1.0)
     assert once.flatten().tolist() == pytest.approx([1 / 3, 1 / 3])
 
 
@@ -104,7 +109,7 @@ def test_float32_softmax_is_close_to_float64(rows, heads, entries, spread, shown
     keys = torch.randn(rows, entries, 16, generator=generator)
     visible = torch.rand(rows, entries, generator=generator) < shown
     sink = torch.randn(heads, generator=generator) * spread
-    output = softmax_with_sink(query, keys, visible, sink, 0.25)
+    output = attend(query, keys, visible, sink, 0.25)
     expected, absolute = plain_softmax(query, keys, visible, sink, 0.25)
     logit_error = 4 * spread * 16 * 2**-23  # of a sum of 16 products of about that size
     assert ((output - expected).abs() <= (1e-5 + 4 * logit_error) * absolute + 1e-7).all()
@@ -116,8 +121,8 @@ def test_order_of_entries_carries_no_meaning():
     visible = torch.rand(1, 9, generator=generator) < 0.6
     order = torch.randperm(9, generator=generator)
     sink = unit([0.3, -0.4])
-    first = softmax_with_sink(query, keys, visible, sink, 0.3)
-    assert torch.allclose(first, softmax_with_sink(query, keys[:, order], visible[:, order], sink, 0.3))
+    first = attend(query, keys, visible, sink, 0.3)
+    assert torch.allclose(first, attend(query, keys[:, order], visible[:, order], sink, 0.3))
 
 
 def test_sparse_attention_agrees_with_the_vendor(golden):
@@ -132,7 +137,7 @@ def test_sparse_attention_agrees_with_the_vendor(golden):
     index = stored["sparse_attn.idx"].long()
     keys, visible = stored["sparse_attn.kv"][index.clamp(min=0)], index >= 0
     sink, scale = stored["sparse_attn.sink"].float(), stored["sparse_attn.scale"].item()
-    output = softmax_with_sink(stored["sparse_attn.q"], keys, visible, sink, scale)
+    output = attend(stored["sparse_attn.q"], keys, visible, sink, scale)
     expected = stored["sparse_attn.o"].float()
     assert output.dtype == torch.bfloat16
     assert not visible[0].any()

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from deepinfer.graphs.cache_layout import BLOCK_TOKENS, CacheLayout, cache_layout
+from deepinfer.graphs.caches import PhaseName, RegionCaches
 from deepinfer.graphs.config import ModelConfig
-from deepinfer.graphs.context import PhaseName, StepContext, Tap, unchanged
+from deepinfer.graphs.context import StepContext, Tap, unchanged
 from deepinfer.graphs.eager import EagerModel
 from deepinfer.graphs.records import PRECISIONS, PrecisionName
 from deepinfer.graphs.rows import Rows, StepInputs
@@ -106,8 +107,9 @@ def step_context(
 ) -> StepContext:
     """Return the context of one step, to call a layer's parts by themselves; `weights` replace some."""
     merged: Mapping[str, Tensor] = {**model.weights, **weights}
+    rows = Rows.from_inputs(inputs)
     return StepContext(
-        model.config, model.precision, phase, merged, model.caches, Rows.from_inputs(inputs), tap
+        model.config, model.precision, merged, RegionCaches(rows, phase, model.caches), rows, tap
     )
 
 
