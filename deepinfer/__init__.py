@@ -5,6 +5,7 @@ compiler: a serving process never imports what only a build needs.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer.errors import DeepInferError
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from deepinfer.settings import CompileConfig
 
 __version__ = "0.1.0"
+
+if not (Path(__file__).parent / "graphs").exists():
+    # the source tree: the other packages lie beside this one, and an interpreter started there finds it first
+    __path__.append(str(Path(__file__).parent.parent))
 
 __all__ = [
     "LLM",

@@ -61,8 +61,8 @@ def read_json_object(path: Path, max_bytes: int, error: type[DeepInferError]) ->
             data = file.read(max_bytes + 1)
     except OSError as fault:
         raise error(
-            f"cannot be read: {fault.strerror or fault}", where=path.name, action="check the model directory"
+            f"cannot be read: {fault.strerror or fault}", where=str(path), action="check the model directory"
         ) from fault
     if len(data) > max_bytes:
-        raise error(f"larger than the {max_bytes} bytes allowed", where=path.name, action="restore the file")
-    return parse_json_object(data, path.name, error)
+        raise error(f"larger than the {max_bytes} bytes allowed", where=str(path), action="restore the file")
+    return parse_json_object(data, str(path), error)

@@ -3,10 +3,11 @@
 Owns text, progress, threads and the order of results; the work is the engine's.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,18 @@ from deepinfer.runtime.scheduler import STOP
 from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_passively
 
 logger = logging.getLogger("deepinfer")
+
+
+@contextlib.contextmanager
+def _naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Say in a RequestError which of several prompts it is about."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        where = f"prompts[{index}]" + (f" {error.where}" if error.where else "")
+        raise RequestError(error.what, where=where, action=error.action) from error
 
 
 class LLM:
@@ -100,10 +113,12 @@ class LLM:
         """
         parsed = parse_prompts(prompts)
         params = parse_params(sampling_params, len(parsed))
-        token_ids = [self._encode(prompt) for prompt in parsed]
+        token_ids = []
         with self._lock:
-            for ids, own in zip(token_ids, params, strict=True):
-                self._engine.validate(ids, own)
+            for index, (prompt, own) in enumerate(zip(parsed, params, strict=True)):
+                with _naming_prompt(index, len(parsed)):
+                    token_ids.append(self._encode(prompt))
+                    self._engine.validate(token_ids[-1], own)
             try:
                 requests = [
                     self._engine.add_request(ids, own) for ids, own in zip(token_ids, params, strict=True)

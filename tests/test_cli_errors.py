@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -477,3 +478,43 @@ def test_a_closed_pipe_ends_quietly(
     monkeypatch.setattr(sys, "stdout", Closed())
     assert main_command.main(["inspect", str(tmp_path)]) == 141
     assert capsys.readouterr().err == ""
+
+
+def _run_in_shell(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from deepinfer.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "bash", *command], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "redirection", [">&-", "2>&-", ">&- 2>&-", "> /dev/full", "> /dev/full 2> /dev/full"]
+)
+def test_an_output_that_takes_nothing_changes_no_exit_code(redirection: str, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    result = _run_in_shell(redirection, "inspect", missing, "--json")
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.diff", "diff_artifact", _raise(AssertionError("the comparison was started")))
+    for report in (tmp_path / "missing" / "x.html", tmp_path):
+        arguments = [str(tmp_path), "--model", str(tmp_path), "--report", str(report)]
+        assert diff_command.main(arguments) == 2
+        assert str(report) in _one_line(capsys.readouterr().err)
+
+
+def test_the_source_tree_can_be_used_from_its_root(tmp_path: Path) -> None:
+    """An interpreter that is started there finds the folder before the installed package."""
+    root = Path(__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    code = "import deepinfer, deepinfer.runtime.limits as module; print(deepinfer.LLM, module.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert str(root / "runtime") in result.stdout

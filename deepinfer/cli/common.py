@@ -155,6 +155,17 @@ def progress_for(arguments: argparse.Namespace) -> Progress:
     return Progress() if arguments.quiet else TerminalProgress()
 
 
+def writable_report(path: Path | None) -> Path | None:
+    """The path itself; raises UsageError at once, not after the work, when no file can be written there."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(
+            "cannot be written: there is no such folder, or it is one itself",
+            where=str(path),
+            action="name a file in a folder",
+        )
+    return path
+
+
 def write_report(path: Path, text: str) -> None:
     """Write a report file; raises UsageError naming it when that fails."""
     try:
@@ -182,6 +193,7 @@ def _finite(value: object) -> object:
 
 def run_command(command: Callable[[Sequence[str], Environment], int], arguments: Sequence[str] | None) -> int:
     """Run a command's body and turn whatever goes wrong into one line and an exit code."""
+    _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     debug = os.environ.get("DEEPINFER_LOG") == "debug"
@@ -233,13 +245,23 @@ def _report(error: Exception, *, as_json: bool, debug: bool) -> int:
         action = "this is a defect: report it as CONTRIBUTING.md says, with the output of DEEPINFER_LOG=debug"
         text = f"[DI999] {what} ({action})"
         fields = {"code": "DI999", "what": what, "where": None, "action": action}
-    print(" ".join(text.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # nowhere to say it; the exit code still does
+        print(" ".join(text.split()), file=sys.stderr)
     if as_json:
-        try:
+        with contextlib.suppress(OSError):
             print(to_json({"error": {**fields, "exit_code": exit_code}}), flush=True)
-        except BrokenPipeError:
-            _abandon_stdout()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _abandon_stdout()
     return exit_code
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without stdout or stderr one that leads nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the life of the process
 
 
 @contextlib.contextmanager
@@ -250,6 +272,7 @@ def _sigterm_unwinds() -> Iterator[None]:
         return
 
     def end(signal_number: int, _: object) -> NoReturn:
+        print("terminated", file=sys.stderr)
         sys.exit(128 + signal_number)
 
     before = signal.signal(signal.SIGTERM, end)

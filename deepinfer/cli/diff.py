@@ -13,6 +13,7 @@ from deepinfer.cli.common import (
     progress_for,
     run_command,
     to_json,
+    writable_report,
     write_report,
 )
 from deepinfer.cli.prompts import Prompt, read_prompts
@@ -40,6 +41,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     options = build_parser().parse_args(arguments)
     artifact = existing_folder(options.artifact, "OUT")
     model = existing_folder(options.model, "MODEL")
+    html, junit = writable_report(options.report), writable_report(options.junit)
     prompts = _token_ids(artifact, read_prompts(options.prompts_file)) if options.prompts_file else None
     from deepinfer.diff import diff_artifact
 
@@ -47,10 +49,10 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
         report = diff_artifact(artifact, model, prompts, progress=progress)
     content = report.to_dict()
     print(to_json(content) if options.json else report.to_text())
-    if options.report:
-        write_report(options.report, to_html(content))
-    if options.junit:
-        write_report(options.junit, to_junit(content))
+    if html:
+        write_report(html, to_html(content))
+    if junit:
+        write_report(junit, to_junit(content))
     return 0 if report.passed else EXIT_DIFFERENT
 
 

@@ -11,7 +11,7 @@ import tiny_build
 
 from deepinfer.artifacts import open_artifact
 from deepinfer.cli import compile as command
-from deepinfer.errors import ArtifactWriteError, DeepInferError
+from deepinfer.errors import ArtifactWriteError, DeepInferError, ResourceError
 from deepinfer.kernels import native
 
 Caches = Callable[..., Path]
@@ -163,6 +163,18 @@ def test_a_cache_that_cannot_be_used_is_named(
     else:
         (cache / "work").mkdir(mode=0o755)
     with pytest.raises(DeepInferError, match=str(cache / "work")):
+        tiny_build.build(tiny_model, parent / "out", cache)
+    assert list(parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_cache_root_that_others_may_write_to_is_refused(
+    mode: int, tiny_model: Path, parent: Path, make_cache: Caches
+) -> None:
+    """Whoever may write there can put other folders in place of those inside, whatever their modes."""
+    cache = make_cache()
+    cache.chmod(mode)
+    with pytest.raises(ResourceError, match="others may write"):
         tiny_build.build(tiny_model, parent / "out", cache)
     assert list(parent.iterdir()) == []
 

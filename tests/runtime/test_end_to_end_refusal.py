@@ -211,8 +211,9 @@ def test_impossible_request_is_named_and_harms_nobody(llm: LLM, name: str) -> No
     expected = tokens_of(llm, [[5, 6]])
     before = llm.counters
     for prompts in ([prompt], [[5, 6], prompt]):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestError, match=message) as caught:
             llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
+        assert len(prompts) == 1 or f"prompts[{len(prompts) - 1}]" in str(caught.value)
     assert llm.counters == before
     assert tokens_of(llm, [[5, 6]]) == expected
 
