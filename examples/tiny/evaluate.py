@@ -1,0 +1,88 @@
+"""Measures the small model on the held-out text, through deepinfer itself.
+
+    python examples/tiny/evaluate.py --data DATA [--precision native] [--documents 10] [--json]
+
+Every document is read in windows of the trained context that overlap by half, so that each scored token has
+half a window of context where the document has it. All tokens but the first of a document count, and bits per
+byte divide by the bytes of the text, as in kneser_ney.py.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from deepinfer.graphs.eager import EagerModel, single_request_inputs
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+LENGTH = 1024
+
+
+def windows(num_tokens: int, length: int = LENGTH) -> Iterator[tuple[int, int, int]]:
+    """Yield start and end of every window, and the first position in it whose prediction is scored there."""
+    start = scored = 0
+    while True:
+        end = min(start + length, num_tokens)
+        yield start, end, scored
+        if end == num_tokens:
+            return
+        scored = end - 1
+        start = end - length // 2
+
+
+def document_loss(model: EagerModel, tokens: list[int]) -> float:
+    """Return the summed negative log-likelihood, in nats, of all tokens but the first."""
+    block_table = torch.arange(1, model.layout.max_blocks_per_request + 1)
+    total = 0.0
+    for start, end, scored in windows(len(tokens)):
+        inputs = single_request_inputs(tokens[start:end], 0, block_table, slot=1)
+        logits = model.logits(model.step("prefill", inputs))
+        first = scored - start
+        targets = torch.tensor(tokens[scored + 1 : end])
+        total += F.cross_entropy(logits[first : end - start - 1], targets, reduction="sum").item()
+    return total
+
+
+def evaluate(model_dir: Path, data: Path, precision: str, documents: int | None) -> dict[str, float]:
+    """Return tokens, bits per token, bits per byte and perplexity of the held-out documents."""
+    description = json.loads((data / "tokens.json").read_text())["splits"]["heldout"]["documents"]
+    stream = np.fromfile(data / "heldout.bin", dtype=np.uint16)
+    model = EagerModel.load(model_dir, precision, max_model_len=LENGTH)  # type: ignore[arg-type]
+    loss, count, num_bytes = 0.0, 0, 0
+    chosen = description if documents is None else description[:: max(1, len(description) // documents)]
+    for entry in chosen:
+        first = entry["first_token"]
+        tokens = stream[first : first + entry["tokens"]].astype(int).tolist()
+        loss += document_loss(model, tokens)
+        count += len(tokens) - 1
+        num_bytes += entry["bytes"]
+    bits = loss / math.log(2)
+    return {
+        "documents": len(chosen),
+        "tokens": count,
+        "bits_per_token": bits / count,
+        "bits_per_byte": bits / num_bytes,
+        "perplexity": math.exp(loss / count),
+    }
+
+
+def main() -> None:
+    """Print the measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--precision", choices=("native", "float32"), default="native")
+    parser.add_argument("--documents", type=int, help="only so many, spread over the text")
+    options = parser.parse_args()
+    print(json.dumps(evaluate(options.model, options.data, options.precision, options.documents), indent=1))
+
+
+if __name__ == "__main__":
+    main()
