@@ -53,6 +53,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'deepinfer' has no attribute {name!r}")
     module, attribute = _HOME[name]
+    import_module("deepinfer.runtime")  # settles how threads wait, which must come before torch
     value = getattr(import_module(module), attribute)
     globals()[name] = value
     return value

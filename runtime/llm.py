@@ -64,8 +64,8 @@ class LLM:
         torch.set_num_threads(self.num_threads)
         if self.num_threads > 1 and not waits_passively():
             logger.warning(
-                "torch was imported before deepinfer, so idle worker threads spin, which is slow on a busy "
-                "machine: import deepinfer.runtime first, or set %s=PASSIVE",
+                "torch was imported before deepinfer.runtime, so idle worker threads spin, which is slow on a "
+                "busy machine: import deepinfer.runtime first, or set %s=PASSIVE",
                 WAIT_POLICY,
             )
         self._loaded = load_artifact(artifact_dir, trust_store)

@@ -65,7 +65,7 @@ def test_token_ids_in_json_out(float32_artifact: Path, llm: LLM, capsys: pytest.
     assert line["finish_reason"] == "length"
     assert set(line["timing_seconds"]) == {"queue", "first_token", "decode", "total"}
     assert all(seconds >= 0 for seconds in line["timing_seconds"].values())
-    assert captured.err == "7 tokens for 1 requests\n"
+    assert captured.err == "7 tokens for 1 request\n"
 
 
 def test_text_in_text_out(float32_artifact: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +181,7 @@ def test_real_command_generates_and_touches_nothing(float32_artifact: Path, llm:
     (line,) = json_lines(done.stdout)
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=16, temperature=0))
     assert line["token_ids"] == list(output.outputs[0].token_ids)
-    assert done.stderr == "16 tokens for 1 requests\n"
+    assert done.stderr == "16 tokens for 1 request\n"
     assert tree_state(float32_artifact) == before
     assert list(tmp_path.rglob("*")) == [tmp_path / "home"], "files are left"
 

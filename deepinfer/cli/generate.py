@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
     if not options.quiet:
         added = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(f"{added} tokens for {len(outputs)} requests", file=sys.stderr)
+        print(f"{added} tokens for {len(outputs)} request{'s' * (len(outputs) > 1)}", file=sys.stderr)
     failed = [index for index, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
     if failed:
         raise NumericalError(

@@ -60,13 +60,14 @@ def test_impossible_number_of_threads_is_refused(value: object) -> None:
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "deepinfer.runtime", "ACTIVE", False),
         ({"OMP_WAIT_POLICY": "passive"}, "torch, deepinfer.runtime", "passive", True),
         ({}, "torch, deepinfer.runtime", None, False),
+        ({}, "deepinfer; deepinfer.eager_logits; import deepinfer.runtime", "PASSIVE", True),
     ],
 )
 def test_workers_sleep_unless_the_user_or_an_earlier_import_decided(
     before: dict, imports: str, policy: str | None, passive: bool
 ) -> None:
     code = (
-        f"import {imports}, os\n"
+        f"import os; import {imports}\n"
         "from deepinfer.runtime.threads import waits_passively\n"
         "print(os.environ.get('OMP_WAIT_POLICY'), waits_passively())"
     )
