@@ -64,7 +64,7 @@ class LLM:
         torch.set_num_threads(self.num_threads)
         if self.num_threads > 1 and not waits_passively():
             logger.warning(
-                "torch was imported before deepinfer.runtime, so idle worker threads spin, which is slow on a "
+                "torch was imported before deepinfer.runtime, so idle threads spin, which is slow on a "
                 "busy machine: import deepinfer.runtime first, or set %s=PASSIVE",
                 WAIT_POLICY,
             )
