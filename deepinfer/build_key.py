@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,13 +30,17 @@ def sources_sha256() -> str:
     """Digest over the names and bytes of every source file that takes part in building a graph."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        root = Path(package.__path__[0])
-        files = [path for pattern in ("*.py", "*.cpp", "*.h") for path in root.rglob(pattern)]
-        for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
-            _update(digest, f"{package.__name__}/{path.relative_to(root).as_posix()}", path)
+        _update_from_package(digest, package)
     for name in _BUILDER_FILES:
         _update(digest, name, Path(__file__).parent / name)
     return digest.hexdigest()
+
+
+def _update_from_package(digest: "hashlib._Hash", package: ModuleType) -> None:
+    root = Path(package.__path__[0])
+    files = [path for pattern in ("*.py", "*.cpp", "*.h") for path in root.rglob(pattern)]
+    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
+        _update(digest, f"{package.__name__}/{path.relative_to(root).as_posix()}", path)
 
 
 def _update(digest: "hashlib._Hash", name: str, path: Path) -> None:
@@ -44,13 +49,7 @@ def _update(digest: "hashlib._Hash", name: str, path: Path) -> None:
 
 def graph_key(job: dict[str, Any]) -> str:
     """Return the key of one graph; `job` holds what the build depends on, without paths."""
-    identity = {
-        "job": job,
-        "sources": sources_sha256(),
-        "toolchain": {name: str(value) for name, value in toolchain_identity(job["isa"]).items()},
-        "torch": [str(torch.__version__), str(torch.version.git_version)],
-    }
-    return hashlib.sha256(canonical_bytes(identity)).hexdigest()
+    return _key(job["isa"], job=job, sources=sources_sha256())
 
 
 def lowering_key(text: str, node_names: Sequence[str], name: str, isa: str) -> str:
@@ -59,16 +58,14 @@ def lowering_key(text: str, node_names: Sequence[str], name: str, isa: str) -> s
     `text` and `node_names` are those of the graph after all passes; names reach the generated code.
     """
     digest = hashlib.sha256()
-    root = Path(deepinfer.passes.__path__[0])
-    for path in sorted(root.glob("*.py")):
-        _update(digest, path.name, path)
-    identity = {
-        "text": text,
-        "nodes": list(node_names),
-        "name": name,
-        "isa": isa,
-        "sources": digest.hexdigest(),
-        "toolchain": {name: str(value) for name, value in toolchain_identity(isa).items()},
+    _update_from_package(digest, deepinfer.passes)
+    return _key(isa, text=text, nodes=list(node_names), name=name, isa=isa, sources=digest.hexdigest())
+
+
+def _key(target_isa: str, **identity: Any) -> str:
+    """Digest of an identity together with the tools that make native code for an instruction set."""
+    tools = {
+        "toolchain": {name: str(value) for name, value in toolchain_identity(target_isa).items()},
         "torch": [str(torch.__version__), str(torch.version.git_version)],
     }
-    return hashlib.sha256(canonical_bytes(identity)).hexdigest()
+    return hashlib.sha256(canonical_bytes(identity | tools)).hexdigest()

@@ -5,9 +5,7 @@ work directory; `result.json` comes last, so that its presence says that the oth
 written to `error.json` as plain data. Nothing is exchanged but JSON and files.
 """
 
-import ctypes
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.text import graph_text
 
 ARTIFACT_FILES = ("model.so", "model.json", "signature.json", "graph.txt", "passes.json")
-_PR_SET_PDEATHSIG = 1
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -166,8 +163,6 @@ def pass_results(report: ManagerReport) -> PassReport:
 
 def main(arguments: list[str]) -> int:
     """Build the graph of the job file named on the command line."""
-    # a parent that was killed must not leave workers behind
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Job)
     try:
         build_graph(job)

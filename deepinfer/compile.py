@@ -5,7 +5,6 @@ the toolchain alone, so that the same inputs give the same bytes.
 """
 
 import hashlib
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from deepinfer.artifacts import (
 from deepinfer.build_graphs import BuiltGraph, build_graphs
 from deepinfer.build_worker import Job
 from deepinfer.diff import certify_artifact
-from deepinfer.errors import ArtifactMismatchError, ConfigError, ResourceError
+from deepinfer.errors import ArtifactMismatchError, ConfigError
 from deepinfer.graphs import cache_layout as declared
 from deepinfer.graphs.capture import GraphSpec, residual_taps
 from deepinfer.graphs.checkpoint import Checkpoint
@@ -138,7 +137,7 @@ def compile_model(
     build = _resolve(Path(model_dir), config or CompileConfig())
     with ArtifactWriter(out_dir, force=force) as writer:
         sources = _open_sources(build)
-        _make_cache_dir(cache_dir)
+        native.make_cache_dir(cache_dir)
         library = native.build_op_library(build.isa, cache_dir / "native")
         jobs = [_job(build, spec, cache_dir, dump_dir) for spec in build.specs]
         graphs = build_graphs(jobs, cache_dir, build.options.jobs or 1, progress)
@@ -167,21 +166,6 @@ def compile_model(
         certified=certified,
         explanation=explanation,
     )
-
-
-def _make_cache_dir(cache_dir: Path) -> None:
-    """Make the cache's root if it is missing; raises ResourceError if others could replace what it holds."""
-    try:
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = cache_dir.stat()
-    except OSError as error:
-        raise ResourceError(f"cannot be used as a cache: {error.strerror}", where=str(cache_dir)) from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ResourceError(
-            "the cache holds native code, and others may write to this folder",
-            where=str(cache_dir),
-            action="chmod go-w it, or name a folder of your own in DEEPINFER_CACHE",
-        )
 
 
 def _resolve(model_dir: Path, options: CompileConfig) -> _Build:

@@ -139,8 +139,9 @@ def capture(
                 arguments = example_inputs(spec, layout) + example_regions(layout)
             return torch.export.export(module, arguments, strict=False)
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, UsageError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CaptureError(
-            f"tracing failed: {str(error).splitlines()[0]}",
+            f"tracing failed: {reason}",
             where=spec.name,
             action="report it with the config",
         ) from error

@@ -111,7 +111,7 @@ def build_op_library(
     if isa not in ISA_LEVELS:
         raise LoweringError(f"unknown level {isa!r}", where="isa", action=f"one of {', '.join(ISA_LEVELS)}")
     cache_dir = user_cache_dir() if cache_dir is None else cache_dir
-    _make_private(cache_dir)
+    make_cache_dir(cache_dir)
     target = cache_dir / f"{library_key(isa, compiler=compiler, source_dir=source_dir)[:32]}-{LIBRARY_NAME}"
     if target.exists():
         return target
@@ -269,18 +269,21 @@ def _run(command: list[str], cwd: Path | None = None, scratch: str | None = None
     return done.stdout
 
 
-def _make_private(cache_dir: Path) -> None:
-    """Create the cache for this user alone; what is compiled there will be run."""
+def make_cache_dir(cache_dir: Path) -> None:
+    """Create a cache for this user alone, if it is missing; what is compiled there will be run.
+
+    Raises ResourceError if it cannot be used, or if others could replace what it holds.
+    """
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = cache_dir.stat()
     except OSError as error:
         raise ResourceError(f"cannot be used as a cache: {error.strerror}", where=str(cache_dir)) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ResourceError(
-            "the cache of compiled code must belong to this user and be writable by nobody else",
+            "the cache of compiled code must be this user's, writable by nobody else; here others may write",
             where=str(cache_dir),
-            action="chmod 700, or name another cache directory",
+            action="chmod go-w it, or name a folder of your own in DEEPINFER_CACHE",
         )
 
 
