@@ -134,6 +134,19 @@ def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DI
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
+def _object_key(source: Path, isa: str, compiler: str) -> str:
+    """Hash of everything that determines the bytes of one source's object."""
+    headers = sorted(source.parent.glob("*.h"))
+    inputs = {
+        "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (source, *headers)},
+        "flags": [*COMPILE_FLAGS, *_include_flags("")],
+        "march": ISA_LEVELS[isa][0],
+        "compiler": compiler_version(compiler),
+        "torch": [torch.__version__, torch.version.git_version],
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
 def compiler_version(compiler: str = "g++") -> str:
     """First line of `g++ --version` and the target machine. Raises LoweringError if there is no compiler."""
     version = _run([_find(compiler), "--version"]).splitlines()[0]
@@ -221,8 +234,13 @@ def _compile(isa: str, target: Path, compiler: str, source_dir: Path) -> None:
         objects = [str(Path(scratch) / f"{source}.o") for source in sources]
 
         def compile_one(source: str, output: str) -> None:
-            # Named relative to their folder, so that no path of this machine can enter the bytes.
-            _run([command, *flags, "-c", source, "-o", output], cwd=source_dir, scratch=scratch)
+            # A library with one changed source reuses the objects of the others.
+            kept = target.parent / f"{_object_key(source_dir / source, isa, compiler)[:32]}.o"
+            if not kept.exists():
+                # Named relative to their folder, so that no path of this machine can enter the bytes.
+                _run([command, *flags, "-c", source, "-o", output], cwd=source_dir, scratch=scratch)
+                Path(output).replace(kept)
+            shutil.copyfile(kept, output)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(compile_one, sources, objects))

@@ -1,13 +1,10 @@
-// Registration with torch: schemas, argument checks, allocation of results. The only file that sees torch.
+// Registration with torch: schemas, argument checks, allocation of results. Other files of operations look alike.
 //
 // Schemas are the same text as in the Op records of the Python side; the loader compares them.
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
-#include "kernels.h"
+#include "torch_checks.h"
 
 namespace deepinfer {
 
@@ -16,76 +13,6 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
 }
 
 namespace {
-
-using at::ScalarType;
-using at::Tensor;
-
-constexpr int64_t kAny = -1;
-
-void check_dtype(const char* op, const char* name, const Tensor& t,
-                 std::initializer_list<ScalarType> allowed) {
-  bool found = false;
-  for (ScalarType dtype : allowed) found |= t.scalar_type() == dtype;
-  TORCH_CHECK(found, op, ": ", name, " has an unsupported dtype, ", c10::toString(t.scalar_type()));
-  TORCH_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous, got strides ", t.strides());
-}
-
-void check_shape(const char* op, const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
-  bool same = t.dim() == int64_t(shape.size());
-  int64_t axis = 0;
-  for (int64_t size : shape) {
-    same = same && (size == kAny || t.size(axis) == size);
-    ++axis;
-  }
-  TORCH_CHECK(same, op, ": ", name, " must have shape ", at::IntArrayRef(shape), " (-1: any), got ",
-              t.sizes());
-}
-
-void check_floats(const char* op, const char* name, const Tensor& t) {
-  check_dtype(op, name, t, {at::kBFloat16, at::kFloat});
-}
-
-void check_bytes(const char* op, const char* name, const Tensor& t) {
-  check_dtype(op, name, t, {at::kByte});
-}
-
-int64_t last_multiple(const char* op, const char* name, const Tensor& t, int64_t multiple) {
-  TORCH_CHECK(t.dim() > 0, op, ": ", name, " must have at least one axis");
-  int64_t size = t.size(-1);
-  TORCH_CHECK(size > 0 && size % multiple == 0, op, ": last axis of ", name,
-              " must be a positive multiple of ", multiple, ", got ", size);
-  return size;
-}
-
-Tensor empty(at::IntArrayRef shape, ScalarType dtype) {
-  return at::empty(shape, at::TensorOptions().dtype(dtype));
-}
-
-Tensor empty_with_last(const Tensor& like, int64_t last, ScalarType dtype) {
-  std::vector<int64_t> shape = like.sizes().vec();
-  shape.back() = last;
-  return empty(shape, dtype);
-}
-
-template <class T>
-const T* in(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-
-template <class T>
-T* out(Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
-// Calls body with a null pointer to bf16 or float, by dtype.
-template <class Body>
-void by_dtype(ScalarType dtype, const char* op, const Body& body) {
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, op,
-              ": out_dtype must be bfloat16 or float32, got ", c10::toString(dtype));
-  dtype == at::kBFloat16 ? body(static_cast<bf16*>(nullptr)) : body(static_cast<float*>(nullptr));
-}
-
-#define TYPE(pointer) std::remove_pointer_t<decltype(pointer)>
 
 Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
   check_floats("rms_norm", "x", x);
@@ -215,12 +142,6 @@ Tensor dequantize_fp8_op(const Tensor& record, ScalarType out_dtype) {
   return y;
 }
 
-ScaleFormat scale_format_of(const char* op, c10::string_view name) {
-  TORCH_CHECK(name == "e8m0" || name == "e4m3", op, ": scale_format must be 'e8m0' or 'e4m3', got '", name,
-              "'");
-  return name == "e8m0" ? ScaleFormat::kE8M0 : ScaleFormat::kE4M3;
-}
-
 Tensor quantize_fp4_op(const Tensor& x, c10::string_view scale_format) {
   ScaleFormat format = scale_format_of("quantize_fp4", scale_format);
   check_floats("quantize_fp4", "x", x);
@@ -249,8 +170,7 @@ Tensor dequantize_fp4_op(const Tensor& record, c10::string_view scale_format, Sc
 }  // namespace
 
 TORCH_LIBRARY(deepinfer, m) {
-  // Exact strides: a compiler may not hand over another layout than the traced one.
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  const std::vector<at::Tag> tags = op_tags();
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", tags);
   m.def("linear(Tensor x, Tensor weight, ScalarType out_dtype) -> Tensor", tags);
   m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor", tags);

@@ -43,6 +43,29 @@ struct Lanes {
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+// The second operand where either is NaN.
+inline Lanes max(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Lanes min(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Lanes sqrt(Lanes a) { return {_mm512_sqrt_ps(a.v)}; }
+inline Lanes absolute(Lanes a) { return {_mm512_abs_ps(a.v)}; }
+inline Lanes round_nearest(Lanes a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// 2^n for whole n in -127 .. 127; 2^-127 becomes 0.
+inline Lanes power_of_two(Lanes n) {
+  __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+}
+// yes where a < b, else no; a NaN gives no.
+inline Lanes select_below(Lanes a, Lanes b, Lanes yes, Lanes no) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+}
+// a where it is NaN, else other.
+inline Lanes select_nan(Lanes a, Lanes other) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), other.v, a.v)};
+}
 
 #else
 
@@ -77,6 +100,46 @@ inline Lanes operator*(Lanes a, Lanes b) {
 }
 inline Lanes operator+(Lanes a, Lanes b) {
   return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+}
+inline Lanes operator-(Lanes a, Lanes b) {
+  return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
+}
+inline Lanes operator/(Lanes a, Lanes b) {
+  return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+}
+// The second operand where either is NaN.
+inline Lanes max(Lanes a, Lanes b) {
+  return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
+}
+inline Lanes min(Lanes a, Lanes b) {
+  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
+}
+inline Lanes sqrt(Lanes a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+inline Lanes absolute(Lanes a) {
+  __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+inline Lanes round_nearest(Lanes a) {
+  return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// 2^n for whole n in -127 .. 127; 2^-127 becomes 0.
+inline Lanes power_of_two(Lanes n) {
+  auto half = [](__m256 v) {
+    __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  };
+  return {half(n.low), half(n.high)};
+}
+// yes where a < b, else no; a NaN gives no.
+inline Lanes select_below(Lanes a, Lanes b, Lanes yes, Lanes no) {
+  return {_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ))};
+}
+// a where it is NaN, else other.
+inline Lanes select_nan(Lanes a, Lanes other) {
+  return {_mm256_blendv_ps(other.low, a.low, _mm256_cmp_ps(a.low, a.low, _CMP_UNORD_Q)),
+          _mm256_blendv_ps(other.high, a.high, _mm256_cmp_ps(a.high, a.high, _CMP_UNORD_Q))};
 }
 
 #endif
