@@ -6,11 +6,14 @@
 from deepinfer.kernels.linear import linear
 from deepinfer.kernels.linear_fp4 import linear_fp4
 from deepinfer.kernels.linear_fp8 import linear_fp8
+from deepinfer.kernels.mhc_collapse import mhc_collapse
+from deepinfer.kernels.mhc_expand import mhc_expand
 from deepinfer.kernels.mhc_mix import mhc_mix
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from deepinfer.kernels.registry import Op, captured_ops
 from deepinfer.kernels.rms_norm import rms_norm
+from deepinfer.kernels.rope import rope
 
 OPS: tuple[Op, ...] = (
     rms_norm,
@@ -18,6 +21,9 @@ OPS: tuple[Op, ...] = (
     linear_fp8,
     linear_fp4,
     mhc_mix,
+    mhc_collapse,
+    mhc_expand,
+    rope,
     quantize_fp8,
     dequantize_fp8,
     quantize_fp4,
@@ -33,8 +39,11 @@ __all__ = [
     "linear",
     "linear_fp4",
     "linear_fp8",
+    "mhc_collapse",
+    "mhc_expand",
     "mhc_mix",
     "quantize_fp4",
     "quantize_fp8",
     "rms_norm",
+    "rope",
 ]

@@ -1,8 +1,7 @@
 // Kernels that work row by row: RMSNorm and the byte-record quantisers.
 
 #include "kernels.h"
-#include "simd.h"
-#include "sum_of_squares.h"
+#include "row_lanes.h"
 
 namespace deepinfer {
 
@@ -16,10 +15,7 @@ template <class T, class W>
 void rms_norm(const T* x, const W* weight, float eps, int64_t rows, int64_t size, T* y) {
   parallel_for(rows, grain_for(size), [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const T* in = x + row * size;
-      T* out = y + row * size;
-      float scale = 1.0f / std::sqrt(sum_of_squares(in, size) / float(size) + eps);
-      for (int64_t i = 0; i < size; ++i) round_to(to_float(weight[i]) * (to_float(in[i]) * scale), out[i]);
+      rms_norm_row(x + row * size, weight, eps, size, y + row * size);
     }
   });
 }

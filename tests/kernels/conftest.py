@@ -44,3 +44,16 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def golden_values(golden_dir: Path) -> dict[str, torch.Tensor]:
+    """What the reference implementation computes inside the golden model, by layer."""
+    return load_file(golden_dir / "golden_intermediates.safetensors")
+
+
+@pytest.fixture(scope="session")
+def golden_weights(golden_dir: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the golden checkpoint, as it is on disk."""
+    parts = sorted(golden_dir.glob("model-*.safetensors"))
+    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
