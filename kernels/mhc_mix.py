@@ -4,8 +4,9 @@ Shapes    residual [rows, n, D] bf16 | fp32; fn [(2 + n) n, n D], base [(2 + n) 
           -> pre [rows, n], post [rows, n], comb [rows, n, n] (first index = source stream), all fp32
 Numerics  float32 throughout; the scale of the RMS is applied after the matrix product. `sinkhorn_iters`
           counts column passes and is at least 1, the last pass is over columns. A NaN makes its row NaN.
-Native    products as `linear.py`, sum of squares as `rms_norm.py`; exp is one scalar polynomial (mul and add,
-          no fused operations) at every position; sums over n in index order.
+Native    16 lanes; lane l adds the products k = l, 16 + l, ... by fused multiply-add and the squares as
+          `rms_norm.py`; lanes are halved as there. exp and sigmoid of `cpu/vector_math.h`, sums over n in
+          index order.
 """
 
 from __future__ import annotations
