@@ -3,6 +3,7 @@
 `OPS` is the complete list. Each entry is called like a function; see `registry.py` for what the call does.
 """
 
+from deepinfer.kernels.index_topk import index_topk
 from deepinfer.kernels.linear import linear
 from deepinfer.kernels.linear_fp4 import linear_fp4
 from deepinfer.kernels.linear_fp8 import linear_fp8
@@ -28,6 +29,7 @@ OPS: tuple[Op, ...] = (
     dequantize_fp8,
     quantize_fp4,
     dequantize_fp4,
+    index_topk,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "captured_ops",
     "dequantize_fp4",
     "dequantize_fp8",
+    "index_topk",
     "linear",
     "linear_fp4",
     "linear_fp8",

@@ -29,7 +29,7 @@ def same_bytes() -> Callable[[torch.Tensor, torch.Tensor], None]:
     def check(got: torch.Tensor, want: torch.Tensor) -> None:
         assert got.shape == want.shape
         assert got.dtype == want.dtype
-        size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+        size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
         differs = got.contiguous().view(size) != want.contiguous().view(size)
         if differs.any():
             index = tuple(differs.nonzero()[0].tolist())

@@ -11,6 +11,7 @@ from deepinfer.kernels import OPS, Op
 DTYPES = (torch.bfloat16, torch.float32)
 # arguments with one entry per row, where it is not the first alone
 ROW_ARGUMENTS = {
+    "index_topk": (0, 1, 3, 4, 5),
     "linear_fp4": (0, 3),
     "mhc_collapse": (0, 1),
     "mhc_expand": (0, 1, 2, 3),
@@ -18,6 +19,7 @@ ROW_ARGUMENTS = {
 }
 # where a NaN in the first argument does not fill its whole row
 NAN_STAYS_LOCAL = {
+    "index_topk",
     "linear_fp4",
     "mhc_expand",
     "rope",
