@@ -13,8 +13,11 @@ from deepinfer.kernels.mhc_mix import mhc_mix
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from deepinfer.kernels.registry import Op, captured_ops
+from deepinfer.kernels.ring_write import ring_write
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import rope
+from deepinfer.kernels.sparse_attention import sparse_attention
+from deepinfer.kernels.window_record import window_record
 
 OPS: tuple[Op, ...] = (
     rms_norm,
@@ -25,6 +28,9 @@ OPS: tuple[Op, ...] = (
     mhc_collapse,
     mhc_expand,
     rope,
+    window_record,
+    ring_write,
+    sparse_attention,
     quantize_fp8,
     dequantize_fp8,
     quantize_fp4,
@@ -47,6 +53,9 @@ __all__ = [
     "mhc_mix",
     "quantize_fp4",
     "quantize_fp8",
+    "ring_write",
     "rms_norm",
     "rope",
+    "sparse_attention",
+    "window_record",
 ]

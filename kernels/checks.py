@@ -17,13 +17,32 @@ def check_tensor(
     op: str, name: str, tensor: torch.Tensor, shape: Shape, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """`shape` has None where any size will do. The tensor must be contiguous."""
+    check_shape(op, name, tensor, shape)
+    check_dtype(op, name, tensor, dtypes)
+
+
+def check_region(
+    op: str, name: str, region: torch.Tensor, shape: Shape, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """A cache region `[blocks or slots, entries, record]`: contiguous but for its first axis."""
+    check_shape(op, name, region, shape)
+    _, entries, size = region.shape
+    dense = (size <= 1 or region.stride(2) == 1) and (entries <= 1 or region.stride(1) == size)
+    if not dense:
+        raise UsageError(
+            f"must be contiguous within a block or slot, got strides {region.stride()}", where=f"{op}: {name}"
+        )
+    check_dtype(op, name, region.new_empty(0), dtypes)  # the dtype alone
+
+
+def check_shape(op: str, name: str, tensor: torch.Tensor, shape: Shape) -> None:
+    """`shape` has None where any size will do."""
     got = tuple(tensor.shape)
     if len(got) != len(shape) or any(
         want is not None and have != want for have, want in zip(got, shape, strict=True)
     ):
         wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
         raise UsageError(f"must have shape {wanted}, got {list(got)}", where=f"{op}: {name}")
-    check_dtype(op, name, tensor, dtypes)
 
 
 def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -1,0 +1,100 @@
+"""Window records: norm and rotation of the key = value vector, then its cache record (spec 5.1, 12.5).
+
+    record = fp8(rope(rms_norm(kv, norm_weight, eps), table, positions))        without `quantize`: the vector
+
+Shapes    kv [T, d] bf16 | fp32, norm_weight [d] bf16 | fp32, table [P, r] fp32 (cosines, then sines),
+          positions [T] int64 -> record uint8 [T, d + d/32]; without `quantize` fp32 [T, d]
+Numerics  those of `rms_norm`, `rope` and `quantize_fp8` one after the other: the vector is rounded to the
+          dtype of kv after the norm and after the rotation. Padding rows (position -1) give zeros.
+Native    the operations of the three, hence their bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer.errors import UsageError
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.formats import FP8_GROUP
+from deepinfer.kernels.quantize_fp8 import quantize_fp8_reference
+from deepinfer.kernels.registry import Op
+from deepinfer.kernels.rms_norm import rms_norm_reference
+from deepinfer.kernels.rope import rope_reference
+
+
+def _check(
+    kv: torch.Tensor, norm_weight: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, quantize: bool
+) -> None:
+    check_tensor("window_record", "kv", kv, (None, None), FLOAT_DTYPES)
+    rows, width = kv.shape
+    check_tensor("window_record", "norm_weight", norm_weight, (width,), FLOAT_DTYPES)
+    check_tensor("window_record", "table", table, (None, None), (torch.float32,))
+    if table.shape[1] > width or table.shape[1] % 2:
+        raise UsageError(
+            f"must have an even width of at most {width}, got {table.shape[1]}", where="window_record: table"
+        )
+    check_tensor("window_record", "positions", positions, (rows,), (torch.int64,))
+    if quantize:
+        check_multiple("window_record", "last axis of kv", width, FP8_GROUP)
+
+
+def window_record_reference(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    quantize: bool,
+) -> torch.Tensor:
+    """The definition; see the module text."""
+    _check(kv, norm_weight, table, positions, quantize)
+    if bool(((positions < -1) | (positions >= table.shape[0])).any()):
+        raise UsageError(
+            f"must lie in -1 .. {table.shape[0] - 1}, got {positions.min()} .. {positions.max()}",
+            where="window_record: positions",
+        )
+    rotated = rope_reference(rms_norm_reference(kv, norm_weight, eps), table, positions, False)
+    record = quantize_fp8_reference(rotated) if quantize else rotated.to(torch.float32)
+    return torch.where((positions >= 0).unsqueeze(1), record, 0)
+
+
+def window_record_fake(
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    quantize: bool,
+) -> torch.Tensor:
+    """Shape rule."""
+    _check(kv, norm_weight, table, positions, quantize)
+    rows, width = kv.shape
+    if quantize:
+        return kv.new_empty((rows, width + width // FP8_GROUP), dtype=torch.uint8)
+    return kv.new_empty((rows, width), dtype=torch.float32)
+
+
+def _make_inputs(
+    rows: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor, bool]:
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(rows, 96, generator=generator).to(dtype)
+    norm_weight = torch.rand(96, generator=generator).to(torch.bfloat16)
+    angles = torch.randn(50, 16, generator=generator)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.randint(0, 50, (rows,), generator=generator)
+    return kv, norm_weight, 1e-20, table, positions, dtype == torch.bfloat16
+
+
+window_record = Op(
+    name="window_record",
+    schema=(
+        "window_record(Tensor kv, Tensor norm_weight, float eps, Tensor table, Tensor positions, "
+        "bool quantize) -> Tensor"
+    ),
+    reference=window_record_reference,
+    fake=window_record_fake,
+    make_inputs=_make_inputs,
+    # of bytes: a code may be the next one, where a bf16 was
+    tolerance={torch.float32: (2e-6, 1e-6), torch.bfloat16: (0.0, 1.0)},
+)
