@@ -2,7 +2,8 @@
 
     y[r, n] = sum_k weight[n, k] * x[r, k]
 
-Shapes    x [rows, K] bf16 | fp32, weight [N, K] bf16 | fp32 -> y [rows, N] in out_dtype (bf16 | fp32)
+Shapes    x [rows, K] bf16 | fp32, weight [N, K] bf16 | fp32, plain or packed (`packing.py`)
+          -> y [rows, N] in out_dtype (bf16 | fp32)
 Numerics  operands widened to float32, float32 sums, one rounding. A NaN in x makes its row NaN.
 Native    16 lanes; lane l takes k = l, 16 + l, ... in ascending order by fused multiply-add; then the lanes
           are halved 8 + 8, 4 + 4, 2 + 2, 1 + 1. The order depends on K alone, so neither the number of rows,
@@ -15,25 +16,26 @@ import torch
 
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_out_dtype, check_tensor
 from deepinfer.kernels.formats import matmul_rows
+from deepinfer.kernels.packing import check_linear_weight, linear_outputs, unpack_linear
 from deepinfer.kernels.registry import Op
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> None:
     check_tensor("linear", "x", x, (None, None), FLOAT_DTYPES)
-    check_tensor("linear", "weight", weight, (None, x.shape[1]), FLOAT_DTYPES)
+    check_linear_weight("linear", "weight", weight, x.shape[1])
     check_out_dtype("linear", out_dtype)
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """The definition; see the module text."""
     _check(x, weight, out_dtype)
-    return matmul_rows(x, weight).to(out_dtype)
+    return matmul_rows(x, unpack_linear(weight)).to(out_dtype)
 
 
 def linear_fake(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Shape rule."""
     _check(x, weight, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return x.new_empty((x.shape[0], linear_outputs(weight)), dtype=out_dtype)
 
 
 def _make_inputs(rows: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:

@@ -28,10 +28,6 @@ void quantize_fp4(const T* x, ScaleFormat format, int64_t rows, int64_t size, ui
 template <class T>
 void dequantize_fp4(const uint8_t* record, ScaleFormat format, int64_t rows, int64_t size, T* y);
 
-// x [rows, K], weight [N, K] -> y [rows, N]
-template <class T, class W, class Out>
-void linear(const T* x, const W* weight, int64_t rows, int64_t outputs, int64_t inputs, Out* y);
-
 // x [rows, G, K], weight [G, N, K], scale [G, ceil(N/32), ceil(K/32)] -> y [rows, G, N]
 template <class T>
 void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation,

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "gemm.h"
 #include "kernels.h"
 #include "matmul.h"
 
@@ -79,21 +80,46 @@ void multiply(const std::vector<Product<Weight, Out>>& products, int64_t outputs
   });
 }
 
-WeightFloat dense(const float* data, int64_t inputs) { return {data, inputs}; }
-WeightBf16 dense(const bf16* data, int64_t inputs) { return {data, inputs}; }
+// Column n of packed panels; `step` inputs of one output lie side by side.
+template <class W>
+struct WeightPacked {
+  const W* data;
+  int64_t inputs, step;
+  void decode(int64_t n, int64_t begin, int64_t count, float* out) const {
+    const W* panel = data + n / kPanel * inputs * kPanel + n % kPanel * step;
+    for (int64_t i = 0; i < count; ++i) {
+      int64_t k = begin + i;
+      out[i] = to_float(panel[k / step * step * kPanel + k % step]);
+    }
+  }
+};
 
-}  // namespace
-
-template <class T, class W, class Out>
-void linear(const T* x, const W* weight, int64_t rows, int64_t outputs, int64_t inputs, Out* y) {
-  if (rows == 0) return;
-  Activations activations(x, rows, inputs, false);
-  Product<decltype(dense(weight, inputs)), Out> product{dense(weight, inputs), {}, {}};
+template <class T, class Weight, class Out>
+void multiply_dense(const T* x, Weight weight, int64_t rows, int64_t outputs, Out* y) {
+  Activations activations(x, rows, weight.inputs, false);
+  Product<Weight, Out> product{weight, {}, {}};
   for (int64_t row = 0; row < rows; ++row) {
     product.x.push_back(activations.vector(row));
     product.y.push_back(y + row * outputs);
   }
   multiply(std::vector{std::move(product)}, outputs);
+}
+
+}  // namespace
+
+template <class T, class Out>
+void linear(const T* x, const LinearWeight& weight, int64_t rows, Out* y) {
+  if (rows == 0) return;
+  auto run = [&](auto format) { multiply_dense(x, format, rows, weight.outputs, y); };
+  if (weight.is_bf16) {
+    const bf16* data = static_cast<const bf16*>(weight.data);
+    if (weight.packed) run(WeightPacked<bf16>{data, weight.inputs, 2});
+    else run(WeightBf16{data, weight.inputs});
+  } else {
+    const float* data = static_cast<const float*>(weight.data);
+    if (weight.packed) run(WeightPacked<float>{data, weight.inputs, 1});
+    else run(WeightFloat{data, weight.inputs});
+  }
 }
 
 template <class T>
@@ -143,16 +169,10 @@ void linear_fp4(const T* x, const uint8_t* weight, const uint8_t* scale, const i
   multiply(products, outputs);
 }
 
-#define DENSE(T, W, Out) template void linear(const T*, const W*, int64_t, int64_t, int64_t, Out*)
-DENSE(bf16, bf16, bf16);
-DENSE(bf16, bf16, float);
-DENSE(bf16, float, bf16);
-DENSE(bf16, float, float);
-DENSE(float, bf16, bf16);
-DENSE(float, bf16, float);
-DENSE(float, float, bf16);
-DENSE(float, float, float);
-#undef DENSE
+template void linear(const bf16*, const LinearWeight&, int64_t, bf16*);
+template void linear(const bf16*, const LinearWeight&, int64_t, float*);
+template void linear(const float*, const LinearWeight&, int64_t, bf16*);
+template void linear(const float*, const LinearWeight&, int64_t, float*);
 template void linear_fp8(const bf16*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t,
                          int64_t, bf16*);
 template void linear_fp8(const float*, const uint8_t*, const uint8_t*, bool, int64_t, int64_t, int64_t,

@@ -4,7 +4,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "torch_checks.h"
+#include "gemm_checks.h"
 
 namespace deepinfer {
 
@@ -32,17 +32,13 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
 
 Tensor linear_op(const Tensor& x, const Tensor& weight, ScalarType out_dtype) {
   check_floats("linear", "x", x);
-  check_floats("linear", "weight", weight);
   check_shape("linear", "x", x, {kAny, kAny});
-  check_shape("linear", "weight", weight, {kAny, x.size(1)});
-  int64_t rows = x.size(0), outputs = weight.size(0), inputs = x.size(1);
-  Tensor y = empty({rows, outputs}, out_dtype);
+  LinearWeight matrix = linear_weight("linear", "weight", weight, x.size(1));
+  int64_t rows = x.size(0);
+  Tensor y = empty({rows, matrix.outputs}, out_dtype);
   by_dtype(x.scalar_type(), "linear", [&](auto* t) {
-    by_dtype(weight.scalar_type(), "linear", [&](auto* w) {
-      by_dtype(out_dtype, "linear", [&](auto* o) {
-        linear(in<TYPE(t)>(x), in<TYPE(w)>(weight), rows, outputs, inputs, out<TYPE(o)>(y));
-      });
-    });
+    by_dtype(out_dtype, "linear",
+             [&](auto* o) { linear(in<TYPE(t)>(x), matrix, rows, out<TYPE(o)>(y)); });
   });
   return y;
 }
