@@ -2,6 +2,7 @@
 # make test      the tests, without the slow ones
 # make check     format, lint, types, architecture
 # make test-all  every test
+# make bench     measure: ratios with quartiles at 1 and 2 threads (BENCH="--only sample --json figures.json")
 #
 # Without an active virtual environment, one is made in .venv and the package is installed into it as a wheel.
 
@@ -22,7 +23,7 @@ BIN := $(CURDIR)/.venv/bin
 READY := .venv/.package
 endif
 
-.PHONY: demo test test-all check clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(READY)
 	$(BIN)/deepinfer-compile examples/v41-tiny -o demo-artifact --precision float32 --force
@@ -42,6 +43,9 @@ check: $(READY)
 	$(BIN)/pip install -q --no-deps --target build/typed .
 	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p deepinfer
 	$(BIN)/pytest -q tests/test_architecture.py
+
+bench: $(READY)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
 	rm -rf build .venv demo-artifact .mypy_cache .ruff_cache .pytest_cache .hypothesis
