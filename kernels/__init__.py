@@ -3,6 +3,8 @@
 `OPS` is the complete list. Each entry is called like a function; see `registry.py` for what the call does.
 """
 
+from deepinfer.kernels.compress import compress
+from deepinfer.kernels.index_key import index_key
 from deepinfer.kernels.index_topk import index_topk
 from deepinfer.kernels.linear import linear
 from deepinfer.kernels.linear_fp4 import linear_fp4
@@ -35,6 +37,8 @@ OPS: tuple[Op, ...] = (
     dequantize_fp8,
     quantize_fp4,
     dequantize_fp4,
+    compress,
+    index_key,
     index_topk,
 )
 
@@ -42,8 +46,10 @@ __all__ = [
     "OPS",
     "Op",
     "captured_ops",
+    "compress",
     "dequantize_fp4",
     "dequantize_fp8",
+    "index_key",
     "index_topk",
     "linear",
     "linear_fp4",

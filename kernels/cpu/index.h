@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "formats.h"
+#include "gemm.h"
 
 namespace deepinfer {
 
@@ -46,6 +47,31 @@ struct IndexSettings {
   const int64_t* candidates;  // [rows, num_candidates] block numbers, ascending, -1 padded; 0: no limit
   int64_t num_candidates;
 };
+
+// Where a row's request keeps its open groups, and which rows of the step are the request's.
+struct OpenGroups {
+  RecordView<float> ring;  // a value and a gate per position, behind each other
+  const int64_t *slot_ids, *num_computed_tokens, *row_counts;
+};
+
+// How a vector becomes a record: RMSNorm, then rotation of its last `rotated` values.
+struct RecordSettings {
+  FloatView norm_weight;
+  float eps;
+  const float* table;  // [any, rotated]
+  int64_t rotated;
+};
+
+// x [rows, wkv.inputs] -> latent [rows, wkv.outputs]: normed, not rotated, zero in rows that close no group.
+// Writes the entries that close, as FP4 with E4M3 scales or float32, and (ratio > 1) the rings.
+template <class T, class Record>
+void compress(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, RecordSettings settings,
+              OpenGroups open, RecordView<Record> region, EntryRows rows, T* latent);
+
+// latent [rows, wk.inputs]: writes the keys of the entries that close, as FP4 with E8M0 scales or float32.
+template <class T, class Record>
+void index_key(const T* latent, const LinearWeight& wk, RecordSettings settings, RecordView<Record> region,
+               EntryRows rows);
 
 // query [rows, heads, dim], head_weights [rows, heads] -> picks [rows, top_k], blocks [rows, topk_blocks],
 // scores [rows, columns * entries] unless null. Records are FP4 bytes or float32.

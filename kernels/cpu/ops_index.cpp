@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "gemm_checks.h"
 #include "index.h"
+#include "rope.h"
 #include "torch_checks.h"
 
 namespace deepinfer {
@@ -72,6 +74,122 @@ void check_visible(const char* op, const EntryRows& rows, const Tensor& region, 
 
 FloatView floats(const Tensor& t) { return {t.const_data_ptr(), t.scalar_type() == at::kBFloat16}; }
 
+RecordSettings record_settings(const char* op, const Tensor& norm_weight, double eps, const Tensor& table,
+                               int64_t size) {
+  check_floats(op, "norm_weight", norm_weight);
+  check_shape(op, "norm_weight", norm_weight, {size});
+  check_dtype(op, "table", table, {at::kFloat});
+  check_shape(op, "table", table, {kAny, kAny});
+  int64_t rotated = table.size(1);
+  TORCH_CHECK(rotated > 0 && rotated % 2 == 0 && rotated <= std::min(size, kMaxRotated), op,
+              ": table must have an even number of columns, at most ", std::min(size, kMaxRotated), ", got ",
+              rotated);
+  return {floats(norm_weight), float(eps), in<float>(table), rotated};
+}
+
+// The block and the table row of every entry that closes.
+void check_closing(const char* op, const EntryRows& rows, const Tensor& region, const Tensor& table,
+                   int64_t lines) {
+  int64_t entries = region.size(1);
+  for (int64_t row = 0; row < rows.rows; ++row) {
+    if (rows.positions[row] < 0) continue;
+    check_line(op, rows, row, lines);
+    check_position(op, rows, row, entries);
+    if (!rows.closes_group(row)) continue;
+    int64_t entry = rows.positions[row] / rows.ratio;
+    check_block(op, rows.blocks_of(row)[entry / entries], region.size(0));
+    TORCH_CHECK(entry * rows.ratio < table.size(0), op, ": position ", rows.positions[row],
+                " lies beyond the ", table.size(0), " rows of the table");
+  }
+}
+
+OpenGroups open_groups(const char* op, const EntryRows& rows, const Tensor& ring, const Tensor& slot_ids,
+                       const Tensor& num_computed_tokens, const Tensor& row_counts, int64_t lines,
+                       int64_t size) {
+  for (auto [name, t] : {std::pair{"slot_ids", &slot_ids}, {"num_computed_tokens", &num_computed_tokens},
+                         {"row_counts", &row_counts}}) {
+    check_dtype(op, name, *t, {at::kLong});
+    check_shape(op, name, *t, {lines});
+  }
+  OpenGroups open{{nullptr, 1, 0, 0}, in<int64_t>(slot_ids), in<int64_t>(num_computed_tokens),
+                  in<int64_t>(row_counts)};
+  if (rows.ratio == 1) return open;
+  open.ring = record_view<float>(op, "open_group", ring, 2 * size);
+  TORCH_CHECK(ring.size(1) >= rows.ratio, op, ": open_group must hold at least ", rows.ratio,
+              " positions, got ", ring.size(1));
+  for (int64_t row = 0; row < rows.rows; ++row) {
+    if (rows.positions[row] < 0) continue;
+    int64_t line = rows.request_index[row], slot = open.slot_ids[line];
+    TORCH_CHECK(slot >= 0 && slot < ring.size(0), op, ": slot_ids must lie in 0 .. ", ring.size(0) - 1,
+                ", got ", slot);
+    int64_t first = open.num_computed_tokens[line], count = open.row_counts[line];
+    int64_t before = rows.positions[row] - first;  // rows of the request in this step
+    TORCH_CHECK(first >= 0 && before >= 0 && before <= row && before < count && count <= rows.rows, op,
+                ": position ", rows.positions[row], " of row ", row, " does not fit a request with ", count,
+                " rows from position ", first);
+  }
+  return open;
+}
+
+Tensor compress_op(const Tensor& x, const Tensor& wkv, const Tensor& wgate, const Tensor& norm_weight,
+                   double eps, Tensor open_group, const Tensor& table, Tensor region, const Tensor& positions,
+                   const Tensor& request_index, const Tensor& block_table, const Tensor& slot_ids,
+                   const Tensor& num_computed_tokens, const Tensor& row_counts, int64_t ratio,
+                   bool quantize) {
+  const char* op = "compress";
+  check_floats(op, "x", x);
+  check_shape(op, "x", x, {kAny, kAny});
+  LinearWeight values = linear_weight(op, "wkv", wkv, x.size(1)), gates = values;
+  int64_t size = values.outputs, count = x.size(0);
+  EntryRows rows = entry_rows(op, positions, request_index, block_table, count, ratio);
+  if (ratio > 1) {
+    gates = linear_weight(op, "wgate", wgate, x.size(1));
+    TORCH_CHECK(gates.outputs == size, op, ": wgate must have ", size, " outputs, got ", gates.outputs);
+  }
+  TORCH_CHECK(!quantize || (size > 0 && size % 16 == 0), op,
+              ": outputs of wkv must be a positive multiple of 16, got ", size);
+  RecordSettings settings = record_settings(op, norm_weight, eps, table, size);
+  Tensor latent = empty({count, size}, x.scalar_type());
+  auto run = [&](auto view) {
+    check_closing(op, rows, region, table, block_table.size(0));
+    OpenGroups open = open_groups(op, rows, open_group, slot_ids, num_computed_tokens, row_counts,
+                                  block_table.size(0), size);
+    by_dtype(x.scalar_type(), op, [&](auto* t) {
+      compress(in<TYPE(t)>(x), values, gates, settings, open, view, rows, out<TYPE(t)>(latent));
+    });
+  };
+  if (quantize) {
+    run(record_view<uint8_t>(op, "region", region, size / 2 + size / 16));
+  } else {
+    run(record_view<float>(op, "region", region, size));
+  }
+  return latent;
+}
+
+void index_key_op(const Tensor& latent, const Tensor& wk, const Tensor& norm_weight, double eps,
+                  const Tensor& table, Tensor region, const Tensor& positions, const Tensor& request_index,
+                  const Tensor& block_table, int64_t ratio, bool quantize) {
+  const char* op = "index_key";
+  check_floats(op, "latent", latent);
+  check_shape(op, "latent", latent, {kAny, kAny});
+  LinearWeight keys = linear_weight(op, "wk", wk, latent.size(1));
+  int64_t size = keys.outputs;
+  EntryRows rows = entry_rows(op, positions, request_index, block_table, latent.size(0), ratio);
+  TORCH_CHECK(!quantize || (size > 0 && size % 32 == 0), op,
+              ": outputs of wk must be a positive multiple of 32, got ", size);
+  RecordSettings settings = record_settings(op, norm_weight, eps, table, size);
+  auto run = [&](auto view) {
+    check_closing(op, rows, region, table, block_table.size(0));
+    by_dtype(latent.scalar_type(), op,
+             [&](auto* t) { index_key(in<TYPE(t)>(latent), keys, settings, view, rows); });
+  };
+  if (quantize) {
+    run(record_view<uint8_t>(op, "region", region, size / 2 + size / 32));
+  } else {
+    run(record_view<float>(op, "region", region, size));
+  }
+}
+
 void check_candidates(const char* op, const Tensor& candidates, int64_t rows) {
   check_dtype(op, "candidates", candidates, {at::kLong});
   check_shape(op, "candidates", candidates, {rows, kAny});
@@ -130,12 +248,25 @@ std::tuple<Tensor, Tensor, Tensor> index_topk_op(
 TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   const std::vector<at::Tag> tags = op_tags();
   m.def(
+      "compress(Tensor x, Tensor wkv, Tensor wgate, Tensor norm_weight, float eps, Tensor(a!) open_group, "
+      "Tensor table, Tensor(b!) region, Tensor positions, Tensor request_index, Tensor block_table, "
+      "Tensor slot_ids, Tensor num_computed_tokens, Tensor row_counts, int ratio, bool quantize) -> Tensor",
+      tags);
+  m.def(
+      "index_key(Tensor latent, Tensor wk, Tensor norm_weight, float eps, Tensor table, Tensor(a!) region, "
+      "Tensor positions, Tensor request_index, Tensor block_table, int ratio, bool quantize) -> ()",
+      tags);
+  m.def(
       "index_topk(Tensor query, Tensor head_weights, Tensor region, Tensor candidates, Tensor positions, "
       "Tensor request_index, Tensor block_table, int ratio, int top_k, int candidate_block_size, "
       "int candidate_topk_blocks, bool quantize, bool with_scores) -> (Tensor, Tensor, Tensor)",
       tags);
 }
 
-TORCH_LIBRARY_IMPL(deepinfer, CPU, m) { m.impl("index_topk", index_topk_op); }
+TORCH_LIBRARY_IMPL(deepinfer, CPU, m) {
+  m.impl("compress", compress_op);
+  m.impl("index_key", index_key_op);
+  m.impl("index_topk", index_topk_op);
+}
 
 }  // namespace deepinfer

@@ -11,6 +11,7 @@ from deepinfer.kernels import OPS, Op
 DTYPES = (torch.bfloat16, torch.float32)
 # arguments with one entry per row, where it is not the first alone
 ROW_ARGUMENTS = {
+    "compress": (0, 8, 9),
     "index_topk": (0, 1, 3, 4, 5),
     "linear_fp4": (0, 3),
     "mhc_collapse": (0, 1),
@@ -21,10 +22,12 @@ ROW_ARGUMENTS = {
 }
 # what only changes its arguments has these checks in its own file
 RETURNS_NOTHING = {
+    "index_key",
     "ring_write",
 }
 # where a NaN in the first argument does not fill its whole row
 NAN_STAYS_LOCAL = {
+    "compress",
     "index_topk",
     "linear_fp4",
     "mhc_expand",
