@@ -4,6 +4,9 @@
 """
 
 from deepinfer.kernels.compress import compress
+from deepinfer.kernels.engram_gate import engram_gate
+from deepinfer.kernels.engram_gather import engram_gather
+from deepinfer.kernels.engram_ids import engram_ids
 from deepinfer.kernels.index_key import index_key
 from deepinfer.kernels.index_topk import index_topk
 from deepinfer.kernels.linear import linear
@@ -30,9 +33,12 @@ OPS: tuple[Op, ...] = (
     mhc_collapse,
     mhc_expand,
     rope,
-    window_record,
+    engram_gate,
+    engram_gather,
+    engram_ids,
     ring_write,
     sparse_attention,
+    window_record,
     quantize_fp8,
     dequantize_fp8,
     quantize_fp4,
@@ -49,6 +55,9 @@ __all__ = [
     "compress",
     "dequantize_fp4",
     "dequantize_fp8",
+    "engram_gate",
+    "engram_gather",
+    "engram_ids",
     "index_key",
     "index_topk",
     "linear",

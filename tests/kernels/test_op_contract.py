@@ -12,6 +12,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 # arguments with one entry per row, where it is not the first alone
 ROW_ARGUMENTS = {
     "compress": (0, 8, 9),
+    "engram_gate": (0, 1),
+    "engram_gather": (1,),
+    "engram_ids": (0, 7, 8),
     "index_topk": (0, 1, 3, 4, 5),
     "linear_fp4": (0, 3),
     "mhc_collapse": (0, 1),
@@ -28,6 +31,7 @@ RETURNS_NOTHING = {
 # where a NaN in the first argument does not fill its whole row
 NAN_STAYS_LOCAL = {
     "compress",
+    "engram_gate",
     "index_topk",
     "linear_fp4",
     "mhc_expand",
@@ -82,8 +86,8 @@ def test_a_row_does_not_depend_on_the_others(op, dtype, route, same_bytes, set_t
 @pytest.mark.parametrize(("op", "dtype"), CASES)
 def test_a_row_with_nan_leaves_the_others_alone(op, dtype, same_bytes):
     inputs = op.make_inputs(9, dtype, 4)
-    if inputs[0].dtype == torch.uint8:
-        pytest.skip("records carry no NaN between rows")
+    if not inputs[0].is_floating_point():
+        pytest.skip("neither records nor ids carry a NaN between rows")
     poisoned = (inputs[0].clone(), *inputs[1:])
     poisoned[0][4].view(-1)[3] = float("nan")
     others = [0, 1, 2, 3, 5, 6, 7, 8]
