@@ -4,7 +4,7 @@
 // * logit of a head and a key: per 64 elements of the width fused multiply-adds in ascending order from zero;
 //   those sums are added in order; then times scale;
 // * sum of the exponentials: lane l of 16 adds keys l, 16 + l, ..., then Lanes::sum, then the sink's;
-// * output: likewise, per 128 keys in list order; then divided by that sum;
+// * output: likewise, per 64 keys in list order; then divided by that sum;
 // * mass of a key: shares added over the heads in ascending order.
 // Heads, keys (for logits) and elements (for outputs) lie in different lanes or registers and never mix, so
 // tiles, splits over threads and what else is decoded beside a row's keys cannot change a bit.
@@ -34,7 +34,7 @@ constexpr int kHeadTile = 12;  // accumulators of the 32 registers
 constexpr int kHeadTile = 6;  // 12 registers of 16, two for a key, one for a head's factor
 #endif
 constexpr int64_t kDepth = 64;          // elements of a logit that are summed in one go
-constexpr int64_t kKeyRun = 128;        // keys of an output that are; their slice stays in the first cache
+constexpr int64_t kKeyRun = 64;         // keys of an output that are; their slice stays in the first cache
 constexpr int64_t kTaskWork = 1 << 20;  // multiply-adds worth another thread
 constexpr float kLowest = -1e30f;       // what an empty maximum starts from (spec 5.3)
 
@@ -50,6 +50,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, int64_t count, const
     Lanes row = Lanes::load(b(i));
     for (int h = 0; h < kHeads; ++h) acc[h] = fma(Lanes::fill(a[h * a_stride + i]), row, acc[h]);
   }
+#pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h) {
     float* sum = c + h * c_stride;
     (add ? Lanes::load(sum) + acc[h] : acc[h]).store(sum);
@@ -114,11 +115,12 @@ class KeyBlocks {
  public:
   KeyBlocks(Scratch& scratch, int64_t blocks, int64_t width)
       : padded_(round_to_lanes(width)),
-        stride_(padded_ + kLanes),  // not a power of two, which would crowd few lines of the cache
+        stride_(padded_ + kLanes),  // not a power of two, which would crowd few sets of the cache
         rows_(at_least(scratch.rows, blocks * kLanes * stride_)),
         columns_(at_least(scratch.columns, blocks * kLanes * padded_)) {}
 
   int64_t padded() const { return padded_; }
+  int64_t stride() const { return stride_; }
   float* row(int64_t block, int64_t lane) { return rows_ + (block * kLanes + lane) * stride_; }
   // [padded width][16]
   const float* columns(int64_t block) const { return columns_ + block * kLanes * padded_; }
@@ -207,7 +209,7 @@ class Worker {
   }
 
   void load_query(const T* query) {
-    query_stride_ = blocks_.padded() + kLanes;
+    query_stride_ = blocks_.stride();
     query32_ = at_least(scratch_.query, heads_ * query_stride_);
     for (int64_t h = 0; h < heads_; ++h) {
       const T* from = query + h * in_.width;
@@ -304,18 +306,18 @@ class Worker {
   }
 
   void write_output(const float* totals, T* output) {
-    int64_t padded = blocks_.padded();
-    float* sums = at_least(scratch_.sums, heads_ * padded);
+    int64_t padded = blocks_.padded(), stride = blocks_.stride();
+    float* sums = at_least(scratch_.sums, heads_ * stride);
     for (int64_t done = 0; done < count_; done += kKeyRun) {
       for (int64_t i = 0; i < padded; i += kLanes) {
         auto element = [keys = keys_ + done, i](int64_t j) { return keys[j] + i; };
         multiply(heads_, logits_ + done, logit_stride_, std::min(kKeyRun, count_ - done), element, sums + i,
-                 padded, done > 0);
+                 stride, done > 0);
       }
     }
     for (int64_t h = 0; h < heads_; ++h) {
       for (int64_t i = 0; i < in_.width; ++i) {
-        round_to(sums[h * padded + i] / totals[h], output[h * in_.width + i]);
+        round_to(sums[h * stride + i] / totals[h], output[h * in_.width + i]);
       }
     }
   }
