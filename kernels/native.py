@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -123,9 +124,11 @@ def build_op_library(
 
 def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DIR) -> str:
     """Hash of everything that determines the library's bytes. Raises LoweringError without a compiler."""
-    sources = sorted((*source_dir.glob("*.cpp"), *source_dir.glob("*.h")))
+    files: dict[str, bytes] = {}
+    for source in source_dir.glob("*.cpp"):
+        files |= _with_headers(source)
     inputs = {
-        "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources},
+        "sources": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
         "flags": [*COMPILE_FLAGS, *_include_flags(""), *LINK_FLAGS, *_library_flags("")],
         "march": ISA_LEVELS[isa][0],
         "compiler": compiler_version(compiler),
@@ -134,11 +137,25 @@ def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DI
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
+def _with_headers(source: Path) -> dict[str, bytes]:
+    """A source and the headers of ours that it includes, directly or not, by path relative to it."""
+    found: dict[str, bytes] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        name = os.path.relpath(path, source.parent)
+        if name not in found and path.is_file():
+            found[name] = path.read_bytes()
+            included = re.findall(rb'^\s*#\s*include\s+"([^"]+)"', found[name], re.MULTILINE)
+            waiting += [path.parent / os.fsdecode(each) for each in included]
+    return found
+
+
 def _object_key(source: Path, isa: str, compiler: str) -> str:
     """Hash of everything that determines the bytes of one source's object."""
-    headers = sorted(source.parent.glob("*.h"))
+    files = _with_headers(source)
     inputs = {
-        "sources": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (source, *headers)},
+        "sources": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
         "flags": [*COMPILE_FLAGS, *_include_flags("")],
         "march": ISA_LEVELS[isa][0],
         "compiler": compiler_version(compiler),
