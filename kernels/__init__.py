@@ -15,6 +15,7 @@ from deepinfer.kernels.linear_fp8 import linear_fp8
 from deepinfer.kernels.mhc_collapse import mhc_collapse
 from deepinfer.kernels.mhc_expand import mhc_expand
 from deepinfer.kernels.mhc_mix import mhc_mix
+from deepinfer.kernels.moe_gate import moe_gate
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from deepinfer.kernels.registry import Op, captured_ops
@@ -33,6 +34,7 @@ OPS: tuple[Op, ...] = (
     mhc_collapse,
     mhc_expand,
     rope,
+    moe_gate,
     engram_gate,
     engram_gather,
     engram_ids,
@@ -66,6 +68,7 @@ __all__ = [
     "mhc_collapse",
     "mhc_expand",
     "mhc_mix",
+    "moe_gate",
     "quantize_fp4",
     "quantize_fp8",
     "ring_write",

@@ -19,6 +19,7 @@ ROW_ARGUMENTS = {
     "linear_fp4": (0, 3),
     "mhc_collapse": (0, 1),
     "mhc_expand": (0, 1, 2, 3),
+    "moe_gate": (0, 3),
     "rope": (0, 2),
     "sparse_attention": (0, 1, 4, 8, 9),
     "window_record": (0, 4),
