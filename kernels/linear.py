@@ -5,9 +5,9 @@
 Shapes    x [rows, K] bf16 | fp32, weight [N, K] bf16 | fp32, plain or packed (`packing.py`)
           -> y [rows, N] in out_dtype (bf16 | fp32)
 Numerics  operands widened to float32, float32 sums, one rounding. A NaN in x makes its row NaN.
-Native    16 lanes; lane l takes k = l, 16 + l, ... in ascending order by fused multiply-add; then the lanes
-          are halved 8 + 8, 4 + 4, 2 + 2, 1 + 1. The order depends on K alone, so neither the number of rows,
-          their order, nor the number of threads can change a bit.
+Native    256 inputs form a chain from zero, k ascending by fused multiply-add; chains are added in ascending
+          order. The order depends on K alone, so neither the number of rows, their order, nor the number of
+          threads can change a bit; nor can packing.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     y[r, p] = W[expert_ids[r, p]] . x[r, p]    (x[r, 0] if x has one vector per row; 0 where the id is -1)
 
-Shapes    x [rows, 1 | P, K] bf16 | fp32, weight uint8 [E, N, K/2], scale uint8 [E, N, K/32],
-          expert_ids int64 [rows, P] in -1 .. E-1 -> y [rows, P, N] like x
+Shapes    x [rows, 1 | P, K] bf16 | fp32, weight uint8 [E, N, K/2], scale uint8 [E, N, K/32], plain or packed
+          (`packing.py`), expert_ids int64 [rows, P] in -1 .. E-1 -> y [rows, P, N] like x
 Numerics  as `linear_fp8.py`. Weights of an expert that no row uses are not read.
-Native    order of sums as in `linear.py`; the pairs of one expert share each decoded weight tile.
+Native    order of sums as in `linear_fp8.py`; the rows of one expert share each decoded block of weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deepinfer.kernels.formats import (
     matmul_rows,
     quantize_fp8_groups,
 )
+from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs, unpack_linear_fp4
 from deepinfer.kernels.registry import Op
 
 
@@ -28,9 +29,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, expert_id
     check_tensor("linear_fp4", "x", x, (None, None, None), FLOAT_DTYPES)
     rows, vectors, inputs = x.shape
     check_multiple("linear_fp4", "last axis of x", inputs, FP8_GROUP)
-    check_tensor("linear_fp4", "weight", weight, (None, None, inputs // 2), (torch.uint8,))
-    experts, outputs, _ = weight.shape
-    check_tensor("linear_fp4", "scale", scale, (experts, outputs, inputs // FP8_GROUP), (torch.uint8,))
+    check_fp4_weight("linear_fp4", "weight", weight, scale, inputs)
     check_tensor("linear_fp4", "expert_ids", expert_ids, (rows, None), (torch.int64,))
     if vectors not in (1, expert_ids.shape[1]):
         raise UsageError(
@@ -47,6 +46,7 @@ def linear_fp4_reference(
 ) -> torch.Tensor:
     """The definition; see the module text. Dequantises one expert at a time, so memory is bounded."""
     _check(x, weight, scale, expert_ids)
+    weight, scale = unpack_linear_fp4(weight, scale)
     rows, picks = expert_ids.shape
     used = [expert for expert in expert_ids.unique().tolist() if expert != -1]
     if used and not 0 <= min(used) <= max(used) < weight.shape[0]:
@@ -73,7 +73,7 @@ def linear_fp4_fake(
 ) -> torch.Tensor:
     """Shape rule."""
     _check(x, weight, scale, expert_ids)
-    return x.new_empty((expert_ids.shape[0], expert_ids.shape[1], weight.shape[1]))
+    return x.new_empty((expert_ids.shape[0], expert_ids.shape[1], scaled_outputs(weight)))
 
 
 def _make_inputs(

@@ -3,13 +3,14 @@
     y[r, g, n] = sum_k W[g, n, k] * x[r, g, k]
     W[g, n, k] = e4m3(weight[g, n, k]) * 2^(scale[g, n/32, k/32] - 127)
 
-Shapes    x [rows, G, K] bf16 | fp32, weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)]
-          -> y [rows, G, N] like x
+Shapes    x [rows, G, K] bf16 | fp32, weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)], plain
+          or packed (`packing.py`) -> y [rows, G, N] like x
 Numerics  With `quantize_activation`, x first goes through the FP8 quantiser per 32 inputs (spec 12.2; K must
           be a multiple of 32). Dequantised operands are exact in float32, sums are float32, one rounding at
           the end. Without it (wo_a, float32 precision) x is taken as it is; the weights are exact in either
           case. A NaN in x makes its row (of its group) NaN.
-Native    order of sums as in `linear.py`.
+Native    32 inputs of a scale tile form a chain from zero, k ascending by fused multiply-add of the unscaled
+          codes; chains are added by fma(chain, scale, sum), ascending. One order for every number of rows.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from deepinfer.kernels.formats import (
     matmul_rows,
     quantize_fp8_groups,
 )
+from deepinfer.kernels.packing import check_fp8_weight, scaled_outputs, unpack_linear_fp8
 from deepinfer.kernels.registry import Op
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool) -> None:
     check_tensor("linear_fp8", "x", x, (None, None, None), FLOAT_DTYPES)
     _, groups, inputs = x.shape
-    check_tensor("linear_fp8", "weight", weight, (groups, None, inputs), (torch.uint8,))
-    tiles = (groups, -(-weight.shape[1] // FP8_GROUP), -(-inputs // FP8_GROUP))
-    check_tensor("linear_fp8", "scale", scale, tiles, (torch.uint8,))
+    check_fp8_weight("linear_fp8", "weight", weight, scale, groups, inputs)
     if quantize_activation:
         check_multiple("linear_fp8", "last axis of x", inputs, FP8_GROUP)
 
 
 def dequantize_tiles(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)] -> float32 [G, N, K], exact."""
+    """Plain or packed weight uint8 with its scales -> float32 [G, N, K], exact."""
+    if weight.dim() == 4:
+        weight, rows = unpack_linear_fp8(weight, scale)
+        return e4m3_to_float(weight) * e8m0_to_float(rows).repeat_interleave(FP8_GROUP, 2)
     _, outputs, inputs = weight.shape
     factor = e8m0_to_float(scale).repeat_interleave(FP8_GROUP, 1)[:, :outputs]
     return e4m3_to_float(weight) * factor.repeat_interleave(FP8_GROUP, 2)[:, :, :inputs]
@@ -61,7 +64,7 @@ def linear_fp8_fake(
 ) -> torch.Tensor:
     """Shape rule."""
     _check(x, weight, scale, quantize_activation)
-    return x.new_empty((x.shape[0], x.shape[1], weight.shape[1]))
+    return x.new_empty((x.shape[0], x.shape[1], scaled_outputs(weight)))
 
 
 def _make_inputs(

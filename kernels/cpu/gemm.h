@@ -1,4 +1,6 @@
-// The product of the `linear` operation, for every kernel that contains one: same weights, same bits.
+// Products with weights that may be packed, for every kernel that contains one: same weights, same bits.
+//
+// Layouts are those of kernels/packing.py, the order of sums that of gemm_tiles.h. T and Out are bf16 or float.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +11,31 @@ namespace deepinfer {
 
 constexpr int64_t kPanel = 16;  // outputs of a packed panel
 
-// bf16 or float [outputs, inputs]; packed: panels of kPanel outputs as kernels/packing.py lays them out.
+// bf16 or float [outputs, inputs].
 struct LinearWeight {
   const void* data;
   bool is_bf16, packed;
   int64_t outputs, inputs;
 };
 
-// y[r][n] = sum_k W[n][k] * x[r][k] for x [rows, K] and y [rows, N]; T and Out are bf16 or float.
+// Quantised [count, outputs, inputs] with their scales; FP8 for groups, FP4 for experts.
+struct ScaledWeight {
+  const uint8_t *data, *scale;
+  bool packed;
+  int64_t count, outputs, inputs;
+};
+
+// y[r][n] = sum_k W[n][k] * x[r][k] for x [rows, K] and y [rows, N]
 template <class T, class Out>
 void linear(const T* x, const LinearWeight& weight, int64_t rows, Out* y);
+
+// x [rows, G, K] -> y [rows, G, N]
+template <class T>
+void linear_fp8(const T* x, const ScaledWeight& weight, bool quantize_activation, int64_t rows, T* y);
+
+// x [rows, vectors, K], ids [rows, picks] in -1 .. count - 1 -> y [rows, picks, N]; vectors is 1 or picks
+template <class T>
+void linear_fp4(const T* x, const ScaledWeight& weight, const int64_t* ids, bool quantize_activation,
+                int64_t rows, int64_t vectors, int64_t picks, T* y);
 
 }  // namespace deepinfer

@@ -28,17 +28,6 @@ void quantize_fp4(const T* x, ScaleFormat format, int64_t rows, int64_t size, ui
 template <class T>
 void dequantize_fp4(const uint8_t* record, ScaleFormat format, int64_t rows, int64_t size, T* y);
 
-// x [rows, G, K], weight [G, N, K], scale [G, ceil(N/32), ceil(K/32)] -> y [rows, G, N]
-template <class T>
-void linear_fp8(const T* x, const uint8_t* weight, const uint8_t* scale, bool quantize_activation,
-                int64_t rows, int64_t groups, int64_t outputs, int64_t inputs, T* y);
-
-// x [rows, vectors, K], weight [E, N, K/2], scale [E, N, K/32], ids [rows, picks] -> y [rows, picks, N]
-template <class T>
-void linear_fp4(const T* x, const uint8_t* weight, const uint8_t* scale, const int64_t* ids,
-                bool quantize_activation, int64_t rows, int64_t vectors, int64_t picks, int64_t experts,
-                int64_t outputs, int64_t inputs, T* y);
-
 struct MixSettings {
   int64_t sinkhorn_iters;
   float rms_eps, hc_eps;

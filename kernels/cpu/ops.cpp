@@ -4,7 +4,7 @@
 
 #include <ATen/Parallel.h>
 
-#include "gemm_checks.h"
+#include "torch_checks.h"
 
 namespace deepinfer {
 
@@ -26,67 +26,6 @@ Tensor rms_norm_op(const Tensor& x, const Tensor& weight, double eps) {
     by_dtype(weight.scalar_type(), "rms_norm", [&](auto* w) {
       rms_norm(in<TYPE(t)>(x), in<TYPE(w)>(weight), float(eps), x.numel() / size, size, out<TYPE(t)>(y));
     });
-  });
-  return y;
-}
-
-Tensor linear_op(const Tensor& x, const Tensor& weight, ScalarType out_dtype) {
-  check_floats("linear", "x", x);
-  check_shape("linear", "x", x, {kAny, kAny});
-  LinearWeight matrix = linear_weight("linear", "weight", weight, x.size(1));
-  int64_t rows = x.size(0);
-  Tensor y = empty({rows, matrix.outputs}, out_dtype);
-  by_dtype(x.scalar_type(), "linear", [&](auto* t) {
-    by_dtype(out_dtype, "linear",
-             [&](auto* o) { linear(in<TYPE(t)>(x), matrix, rows, out<TYPE(o)>(y)); });
-  });
-  return y;
-}
-
-Tensor linear_fp8_op(const Tensor& x, const Tensor& weight, const Tensor& scale, bool quantize_activation) {
-  const char* op = "linear_fp8";
-  check_floats(op, "x", x);
-  check_bytes(op, "weight", weight);
-  check_bytes(op, "scale", scale);
-  check_shape(op, "x", x, {kAny, kAny, kAny});
-  int64_t rows = x.size(0), groups = x.size(1), inputs = x.size(2);
-  check_shape(op, "weight", weight, {groups, kAny, inputs});
-  int64_t outputs = weight.size(1);
-  check_shape(op, "scale", scale, {groups, (outputs + 31) / 32, (inputs + 31) / 32});
-  if (quantize_activation) last_multiple(op, "x", x, kFp8Group);
-  Tensor y = empty({rows, groups, outputs}, x.scalar_type());
-  by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp8(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), quantize_activation, rows, groups,
-               outputs, inputs, out<TYPE(t)>(y));
-  });
-  return y;
-}
-
-Tensor linear_fp4_op(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& expert_ids,
-                     bool quantize_activation) {
-  const char* op = "linear_fp4";
-  check_floats(op, "x", x);
-  check_bytes(op, "weight", weight);
-  check_bytes(op, "scale", scale);
-  check_dtype(op, "expert_ids", expert_ids, {at::kLong});
-  check_shape(op, "x", x, {kAny, kAny, kAny});
-  int64_t rows = x.size(0), vectors = x.size(1), inputs = last_multiple(op, "x", x, kFp8Group);
-  check_shape(op, "weight", weight, {kAny, kAny, inputs / 2});
-  int64_t experts = weight.size(0), outputs = weight.size(1);
-  check_shape(op, "scale", scale, {experts, outputs, inputs / kFp8Group});
-  check_shape(op, "expert_ids", expert_ids, {rows, kAny});
-  int64_t picks = expert_ids.size(1);
-  TORCH_CHECK(vectors == 1 || vectors == picks, op, ": x must have 1 or ", picks, " vectors per row, got ",
-              vectors);
-  const int64_t* ids = in<int64_t>(expert_ids);
-  for (int64_t i = 0; i < rows * picks; ++i) {
-    TORCH_CHECK(ids[i] >= -1 && ids[i] < experts, op, ": expert_ids must lie in -1 .. ", experts - 1,
-                ", got ", ids[i]);
-  }
-  Tensor y = empty({rows, picks, outputs}, x.scalar_type());
-  by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp4(in<TYPE(t)>(x), in<uint8_t>(weight), in<uint8_t>(scale), ids, quantize_activation, rows,
-               vectors, picks, experts, outputs, inputs, out<TYPE(t)>(y));
   });
   return y;
 }
@@ -168,12 +107,6 @@ Tensor dequantize_fp4_op(const Tensor& record, c10::string_view scale_format, Sc
 TORCH_LIBRARY(deepinfer, m) {
   const std::vector<at::Tag> tags = op_tags();
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", tags);
-  m.def("linear(Tensor x, Tensor weight, ScalarType out_dtype) -> Tensor", tags);
-  m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor", tags);
-  m.def(
-      "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation) "
-      "-> Tensor",
-      tags);
   m.def(
       "mhc_mix(Tensor residual, Tensor fn, Tensor base, Tensor scale, int sinkhorn_iters, float rms_eps, "
       "float hc_eps) -> (Tensor, Tensor, Tensor)",
@@ -186,9 +119,6 @@ TORCH_LIBRARY(deepinfer, m) {
 
 TORCH_LIBRARY_IMPL(deepinfer, CPU, m) {
   m.impl("rms_norm", rms_norm_op);
-  m.impl("linear", linear_op);
-  m.impl("linear_fp8", linear_fp8_op);
-  m.impl("linear_fp4", linear_fp4_op);
   m.impl("mhc_mix", mhc_mix_op);
   m.impl("quantize_fp8", quantize_fp8_op);
   m.impl("dequantize_fp8", dequantize_fp8_op);

@@ -11,15 +11,14 @@ ROUTES = ("reference", "native")
 
 
 def dot(x: np.ndarray, w: np.ndarray) -> np.float32:
-    """The native order: 16 lanes of fused multiply-adds (exact product in float64), then halved."""
-    lanes = np.zeros(16, np.float32)
-    size = -(-len(x) // 16) * 16
-    x64, w64 = (np.pad(v, (0, size - len(v))).astype(np.float64).reshape(-1, 16) for v in (x, w))
-    for a, b in zip(x64, w64, strict=True):
-        lanes = (lanes.astype(np.float64) + a * b).astype(np.float32)
-    for half in (8, 4, 2, 1):
-        lanes = lanes[:half] + lanes[half : 2 * half]
-    return lanes[0]
+    """The native order: chains of 256 fused multiply-adds (exact product in float64), added one by one."""
+    total = np.float32(0)
+    for begin in range(0, len(x), 256):
+        chain = np.float32(0)
+        for a, b in zip(x[begin : begin + 256], w[begin : begin + 256], strict=True):
+            chain = np.float32(np.float64(chain) + np.float64(a) * np.float64(b))
+        total = total + chain
+    return total
 
 
 @pytest.mark.parametrize("route", ROUTES)

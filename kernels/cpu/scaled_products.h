@@ -1,0 +1,80 @@
+// Quantised weights as matrices for `gemm_tiles.h`, and the products of the experts that a step uses.
+#pragma once
+
+#include "gemm_tiles.h"
+
+namespace deepinfer {
+
+// Calls body with a function from the index of a group to its matrix, for the form that the weight has.
+template <class Body>
+void by_fp8_form(const ScaledWeight& w, const Body& body) {
+  int64_t codes = w.outputs * w.inputs, in_groups = (w.inputs + kFp8Group - 1) / kFp8Group;
+  int64_t scales = (w.packed ? w.outputs : (w.outputs + kFp8Group - 1) / kFp8Group) * in_groups;
+  if (w.packed) {
+    body([=](int64_t g) {
+      return PackedMatrix<Fp8Codec>{w.data + g * codes, w.scale + g * scales, w.outputs, w.inputs};
+    });
+  } else {
+    body([=](int64_t g) {
+      return PlainMatrix<Fp8Rows>{{w.data + g * codes, w.scale + g * scales, w.outputs, w.inputs}};
+    });
+  }
+}
+
+template <class Body>
+void by_fp4_form(const ScaledWeight& w, const Body& body) {
+  int64_t codes = w.outputs * w.inputs / 2, scales = w.outputs * w.inputs / kFp8Group;
+  if (w.packed) {
+    body([=](int64_t e) {
+      return PackedMatrix<Fp4Codec>{w.data + e * codes, w.scale + e * scales, w.outputs, w.inputs};
+    });
+  } else {
+    body([=](int64_t e) {
+      return PlainMatrix<Fp4Rows>{{w.data + e * codes, w.scale + e * scales, w.outputs, w.inputs}};
+    });
+  }
+}
+
+// The pairs of a row and an expert, grouped by expert; those of expert -1 are left out.
+struct ExpertPairs {
+  std::vector<int64_t> experts;             // in use, in order of first use
+  std::vector<std::vector<int64_t>> pairs;  // of each of them, ascending
+};
+
+inline ExpertPairs pairs_by_expert(const int64_t* ids, int64_t count, int64_t experts) {
+  std::vector<int64_t> place(size_t(experts), -1);
+  ExpertPairs result;
+  for (int64_t pair = 0; pair < count; ++pair) {
+    if (ids[pair] < 0) continue;
+    int64_t& index = place[size_t(ids[pair])];
+    if (index < 0) {
+      index = int64_t(result.experts.size());
+      result.experts.push_back(ids[pair]);
+      result.pairs.emplace_back();
+    }
+    result.pairs[size_t(index)].push_back(pair);
+  }
+  return result;
+}
+
+// For every pair: vector_of(pair) times the weights of its expert, to result_of(pair).
+template <class VectorOf, class ResultOf>
+void multiply_experts(const ScaledWeight& weight, const ExpertPairs& used, const VectorOf& vector_of,
+                      const ResultOf& result_of) {
+  using Result = decltype(result_of(0));
+  by_fp4_form(weight, [&](auto matrix_of) {
+    std::vector<Product<decltype(matrix_of(0)), std::remove_pointer_t<Result>>> products;
+    for (size_t i = 0; i < used.experts.size(); ++i) {
+      std::vector<const float*> vectors;
+      std::vector<Result> results;
+      for (int64_t pair : used.pairs[i]) {
+        vectors.push_back(vector_of(pair));
+        results.push_back(result_of(pair));
+      }
+      products.push_back({matrix_of(used.experts[i]), Tiles(vectors, weight.inputs), std::move(results)});
+    }
+    multiply(products);
+  });
+}
+
+}  // namespace deepinfer
