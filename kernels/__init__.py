@@ -15,6 +15,7 @@ from deepinfer.kernels.linear_fp8 import linear_fp8
 from deepinfer.kernels.mhc_collapse import mhc_collapse
 from deepinfer.kernels.mhc_expand import mhc_expand
 from deepinfer.kernels.mhc_mix import mhc_mix
+from deepinfer.kernels.moe_experts import moe_experts
 from deepinfer.kernels.moe_gate import moe_gate
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
@@ -22,6 +23,7 @@ from deepinfer.kernels.registry import Op, captured_ops
 from deepinfer.kernels.ring_write import ring_write
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import rope
+from deepinfer.kernels.shared_expert import shared_expert
 from deepinfer.kernels.sparse_attention import sparse_attention
 from deepinfer.kernels.window_record import window_record
 
@@ -35,6 +37,8 @@ OPS: tuple[Op, ...] = (
     mhc_expand,
     rope,
     moe_gate,
+    moe_experts,
+    shared_expert,
     engram_gate,
     engram_gather,
     engram_ids,
@@ -68,12 +72,14 @@ __all__ = [
     "mhc_collapse",
     "mhc_expand",
     "mhc_mix",
+    "moe_experts",
     "moe_gate",
     "quantize_fp4",
     "quantize_fp8",
     "ring_write",
     "rms_norm",
     "rope",
+    "shared_expert",
     "sparse_attention",
     "window_record",
 ]

@@ -1,6 +1,6 @@
-// Products with weights that may be packed, for every kernel that contains one: same weights, same bits.
+// Products with weights that may be packed, for every kernel that has one: same weights, same bits.
 //
-// Layouts are those of kernels/packing.py, the order of sums that of gemm_tiles.h. T and Out are bf16 or float.
+// Layouts are those of kernels/packing.py, the order of sums that of gemm_tiles.h. T and Out: bf16 or float.
 #pragma once
 
 #include <cstdint>

@@ -20,8 +20,9 @@ inline LinearWeight linear_weight(const char* op, const char* name, const Tensor
   return {weight.const_data_ptr(), is_bf16, packed, outputs, inputs};
 }
 
-inline ScaledWeight packed_weight(const char* op, const char* name, const Tensor& weight, const char* scale_name,
-                                  const Tensor& scale, int64_t count, int64_t inputs, int64_t panel_inputs) {
+inline ScaledWeight packed_weight(const char* op, const char* name, const Tensor& weight,
+                                  const char* scale_name, const Tensor& scale, int64_t count, int64_t inputs,
+                                  int64_t panel_inputs) {
   TORCH_CHECK(inputs > 0 && inputs % kFp8Group == 0, op, ": inputs of the packed ", name,
               " must be a positive multiple of 32, got ", inputs);
   check_shape(op, name, weight, {count, kAny, panel_inputs, kPanel});

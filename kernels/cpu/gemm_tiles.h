@@ -1,14 +1,14 @@
 // One matrix product for every weight format: y[r][n] = sum_k W[n][k] * x[r][k], float32.
 //
-// Order of sums. Inputs are cut into chains: 256 of them where weights have no scales, the 32 of a scale group
-// where they do. A chain starts at zero and takes its inputs in ascending order by fused multiply-add. Chains
-// are added to the result in ascending order, which starts at zero: by plain addition, or as
+// Order of sums. Inputs are cut into chains: 256 of them where weights have no scales, the 32 of a scale
+// group where they do. A chain starts at zero and takes its inputs in ascending order by fused multiply-add.
+// Chains are added to the result in ascending order, which starts at zero: by plain addition, or as
 // fma(chain, factor, result) with the scale of the group. So a value depends on its row and its column alone;
 // tiles, blocks, panels read side by side and threads only say when it is computed.
 //
-// Rows are handled in tiles of up to kTileRows whose inputs are interleaved ([K][rows of the tile]), outputs in
-// panels of sixteen. Few rows read packed panels straight from memory, several side by side. Otherwise a block
-// of 256 inputs of a panel is decoded once and used for every tile.
+// Rows are handled in tiles of up to kTileRows whose inputs are interleaved ([K][rows of the tile]), outputs
+// in panels of sixteen. Few rows read packed panels straight from memory, several side by side. Otherwise a
+// block of 256 inputs of a panel is decoded once and used for every tile.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Linear layers of every weight format: activations become float32 tiles, then `gemm_tiles.h` does the product.
+// Linear layers of every weight format: activations become float32 tiles, `gemm_tiles.h` does the product.
 
 #include "activations.h"
 #include "gemm.h"

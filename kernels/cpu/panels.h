@@ -1,8 +1,8 @@
 // Weights as panels of sixteen outputs, inputs ascending: the packed layouts of kernels/packing.py, and plain
 // matrices turned into panels block by block.
 //
-// Every form yields the same numbers. Those of FP8 are 2^-8 of the code's value, those of FP4 the value; what a
-// group of 32 inputs is multiplied by comes apart, as one factor per output (`factors`).
+// Every form yields the same numbers. Those of FP8 are 2^-8 of the code's value, those of FP4 the value; what
+// a group of 32 inputs is multiplied by comes apart, as one factor per output (`factors`).
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ inline Lanes join(__m256 low, __m256 high) {
 // 2^(byte - 127) of sixteen bytes; 255 is NaN.
 inline Lanes powers(const uint8_t* bytes) {
   __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
-  __m128i special = _mm_or_si128(_mm_cmpeq_epi8(b, _mm_setzero_si128()), _mm_cmpeq_epi8(b, _mm_set1_epi8(-1)));
+  __m128i none = _mm_setzero_si128(), all = _mm_set1_epi8(-1);
+  __m128i special = _mm_or_si128(_mm_cmpeq_epi8(b, none), _mm_cmpeq_epi8(b, all));
   auto half = [](__m128i eight, __m128i is_special) {
     // 2^-127 is subnormal, NaN needs a mantissa: the same bit, beside the exponent
     __m256i bit = _mm256_and_si256(_mm256_cvtepi8_epi32(is_special), _mm256_set1_epi32(0x00400000));
@@ -94,8 +95,8 @@ struct Block {
   const float *values, *factors;
 };
 
-// Matrices. kUnit: the values are this much too small (0: there are no factors). block(panel, begin, count, ...)
-// gives inputs begin .. begin + count of a panel, in `values` and `factors` or where they are.
+// Matrices. kUnit: the values are this much too small (0: there are no factors). block(panel, begin, count,
+// values, factors) gives inputs begin .. begin + count of a panel, in these buffers or where they are.
 
 template <class Format>
 struct PackedMatrix {

@@ -19,8 +19,10 @@ ROW_ARGUMENTS = {
     "linear_fp4": (0, 3),
     "mhc_collapse": (0, 1),
     "mhc_expand": (0, 1, 2, 3),
+    "moe_experts": (0, 1, 2),
     "moe_gate": (0, 3),
     "rope": (0, 2),
+    "shared_expert": (0, 1),
     "sparse_attention": (0, 1, 4, 8, 9),
     "window_record": (0, 4),
 }
@@ -36,6 +38,7 @@ NAN_STAYS_LOCAL = {
     "index_topk",
     "linear_fp4",
     "mhc_expand",
+    "moe_experts",
     "rope",
     "sparse_attention",
 }
