@@ -37,12 +37,19 @@ template <int kRows, int kPanels, class Codec>
 inline void add_chain(const float* x, const uint8_t* w, int64_t stride, int64_t count,
                       Lanes (&sum)[kRows][kPanels]) {
   for (int64_t k = 0; k < count; k += Codec::kStep) {
-    Lanes value[kPanels][Codec::kStep];
-    for (int p = 0; p < kPanels; ++p) Codec::read(w + p * stride + k * Codec::kBytes, value[p]);
-    for (int s = 0; s < Codec::kStep; ++s) {
-      for (int r = 0; r < kRows; ++r) {
-        Lanes row = Lanes::fill(x[(k + s) * kRows + r]);
-        for (int p = 0; p < kPanels; ++p) sum[r][p] = fma(row, value[p][s], sum[r][p]);
+    // What is decoded is used at once: sums and constants fill the registers already.
+    for (int p = 0; p < kPanels; ++p) {
+      const uint8_t* at = w + p * stride + k * Codec::kBytes;
+      if constexpr (Codec::kAhead != 0) {
+        _mm_prefetch(reinterpret_cast<const char*>(at + Codec::kAhead), _MM_HINT_T0);
+      }
+      for (int part = 0; part * Codec::kPart < Codec::kStep; ++part) {
+        Lanes value[Codec::kPart];
+        Codec::read(at, part, value);
+        for (int s = 0; s < Codec::kPart; ++s) {
+          const float* inputs = x + (k + part * Codec::kPart + s) * kRows;
+          for (int r = 0; r < kRows; ++r) sum[r][p] = fma(Lanes::fill(inputs[r]), value[s], sum[r][p]);
+        }
       }
     }
   }

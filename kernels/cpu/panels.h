@@ -35,16 +35,17 @@ inline Lanes powers(const uint8_t* bytes) {
   return join(half(b, special), half(_mm_srli_si128(b, 8), _mm_srli_si128(special, 8)));
 }
 
-// Codecs: read(p, w) decodes kStep inputs of a packed panel, kBytes apart.
+// Codecs: kStep inputs of a packed panel, kBytes each, lie together; read(p, part, w) decodes kPart of them.
+// kAhead: how many bytes ahead memory is asked for; 0 leaves it to the processor, which suits floats best.
 
 struct FloatCodec {
-  static constexpr int kStep = 1, kBytes = 64;
-  static void read(const uint8_t* p, Lanes* w) { w[0] = Lanes::load(reinterpret_cast<const float*>(p)); }
+  static constexpr int kStep = 1, kPart = 1, kBytes = 64, kAhead = 0;
+  static void read(const uint8_t* p, int, Lanes* w) { w[0] = Lanes::load(reinterpret_cast<const float*>(p)); }
 };
 
 struct Bf16Codec {
-  static constexpr int kStep = 2, kBytes = 32;
-  static void read(const uint8_t* p, Lanes* w) {
+  static constexpr int kStep = 2, kPart = 2, kBytes = 32, kAhead = 1024;
+  static void read(const uint8_t* p, int, Lanes* w) {
     __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
     __m256i mask = _mm256_set1_epi32(int32_t(0xFFFF0000));
@@ -55,9 +56,9 @@ struct Bf16Codec {
 };
 
 struct Fp8Codec {
-  static constexpr int kStep = 2, kBytes = 16;
+  static constexpr int kStep = 2, kPart = 2, kBytes = 16, kAhead = 1024;
   // The bits of E4M3, moved into a half, read as 2^-8 of the value, subnormals included.
-  static void read(const uint8_t* p, Lanes* w) {
+  static void read(const uint8_t* p, int, Lanes* w) {
     __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     __m256i mask = _mm256_set1_epi16(int16_t(0xBF80));
     w[0] = Lanes::from_half(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1), mask));
@@ -66,15 +67,12 @@ struct Fp8Codec {
 };
 
 struct Fp4Codec {
-  static constexpr int kStep = 4, kBytes = 8;
+  static constexpr int kStep = 4, kPart = 2, kBytes = 8, kAhead = 1024;
   // The upper half of a float holds every E2M1 value; its two bytes come from two tables.
-  static void read(const uint8_t* p, Lanes* w) {
+  static void read(const uint8_t* p, int part, Lanes* w) {
     __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    __m256i nibble = _mm256_set1_epi8(15);
-    two(_mm256_and_si256(bytes, nibble), w);
-    two(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble), w + 2);
-  }
-  static void two(__m256i codes, Lanes* w) {
+    if (part) bytes = _mm256_srli_epi16(bytes, 4);
+    __m256i codes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
     __m256i upper = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, int8_t(0x80), int8_t(0xBF), int8_t(0xBF),
                       int8_t(0xBF), int8_t(0xC0), int8_t(0xC0), int8_t(0xC0), int8_t(0xC0)));
@@ -113,9 +111,11 @@ struct PackedMatrix {
     const uint8_t* p = panel(index) + begin * Codec::kBytes;
     if constexpr (std::is_same_v<Codec, FloatCodec>) return {reinterpret_cast<const float*>(p), nullptr};
     for (int64_t k = 0; k < count; k += Codec::kStep) {
-      Lanes w[Codec::kStep];
-      Codec::read(p + k * Codec::kBytes, w);
-      for (int s = 0; s < Codec::kStep; ++s) w[s].store(values + (k + s) * kPanel);
+      for (int part = 0; part * Codec::kPart < Codec::kStep; ++part) {
+        Lanes w[Codec::kPart];
+        Codec::read(p + k * Codec::kBytes, part, w);
+        for (int s = 0; s < Codec::kPart; ++s) w[s].store(values + (k + part * Codec::kPart + s) * kPanel);
+      }
     }
     if constexpr (kUnit != 0) {
       const uint8_t* bytes = panel_scale(index) + begin / kFp8Group * kPanel;
