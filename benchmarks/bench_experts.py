@@ -9,7 +9,7 @@ from deepinfer.kernels import moe_experts, shared_expert
 from deepinfer.kernels.packing import pack_linear_fp4, pack_linear_fp8
 
 # hidden size, inner size, experts, experts per row
-MODELS = {"tiny": (192, 64, 16, 4), "wide": (2048, 1024, 32, 6)}
+MODELS = {"tiny": (192, 64, 16, 4), "wide": (2048, 1024, 12, 6)}
 FLOOR = 3.0
 
 
