@@ -23,8 +23,10 @@ from deepinfer.kernels.registry import Op, captured_ops
 from deepinfer.kernels.ring_write import ring_write
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import rope
+from deepinfer.kernels.sample import sample
 from deepinfer.kernels.shared_expert import shared_expert
 from deepinfer.kernels.sparse_attention import sparse_attention
+from deepinfer.kernels.verify_drafts import verify_drafts
 from deepinfer.kernels.window_record import window_record
 
 OPS: tuple[Op, ...] = (
@@ -52,6 +54,8 @@ OPS: tuple[Op, ...] = (
     compress,
     index_key,
     index_topk,
+    sample,
+    verify_drafts,
 )
 
 __all__ = [
@@ -79,7 +83,9 @@ __all__ = [
     "ring_write",
     "rms_norm",
     "rope",
+    "sample",
     "shared_expert",
     "sparse_attention",
+    "verify_drafts",
     "window_record",
 ]

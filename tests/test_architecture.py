@@ -82,7 +82,7 @@ MAX_KERNEL_LINES = 120
 LONG_FILES: dict[str, str] = {}  # path -> why it may be longer
 
 # Modules of kernels/ that serve the operations; every other one defines one and has a test of its name.
-KERNEL_HELPERS = {"__init__", "checks", "formats", "native", "registry"}
+KERNEL_HELPERS = {"__init__", "checks", "formats", "native", "philox", "registry", "sampling"}
 
 ALLOWED_HOSTS = {"www.w3.org", "www.apache.org", "json-schema.org"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|home|Users|tmp/venv|tmp/team)(?:/|\b)")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepinfer.runtime import philox
+from deepinfer.kernels import philox
 
 DRAFT_SEED_OFFSET = 1_000_000_007
 
