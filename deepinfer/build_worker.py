@@ -115,7 +115,7 @@ def captured_program(job: Job) -> ExportedProgram:
         max_model_len=job.max_model_len,
         num_blocks=job.num_blocks,
     )
-    specs = store_specs(config, job.max_model_len)
+    specs = store_specs(config, job.max_model_len, packed=True)
     precision = PRECISIONS[job.precision]
     program = capture(job.spec, config, precision, layout, specs)
     again = capture(job.spec, config, precision, layout, specs)

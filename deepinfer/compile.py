@@ -204,7 +204,7 @@ def _open_sources(build: _Build) -> _Sources:
     files = tokenizer_files(build.model_dir)
     return _Sources(
         checkpoint=checkpoint,
-        weights=store_loaders(checkpoint, build.config, build.options.max_model_len or 0),
+        weights=store_loaders(checkpoint, build.config, build.options.max_model_len or 0, packed=True),
         text_files=files,
         eos_token_id=eos_token_ids(build.config, files),
     )
@@ -231,7 +231,7 @@ def _job(build: _Build, spec: GraphSpec, cache_dir: Path, dump_dir: Path | None)
 
 
 def _write_weights(writer: ArtifactWriter, build: _Build, sources: _Sources, progress: Progress) -> int:
-    specs = store_specs(build.config, build.options.max_model_len or 0)
+    specs = store_specs(build.config, build.options.max_model_len or 0, packed=True)
     progress.start("weights", file_bytes(specs))
     with writer.create_file("weights/model.safetensors") as file:
 

@@ -1,104 +1,240 @@
-"""Where the layers of a step keep and find what earlier rows left: one interface, two ways to hold it.
+"""What a step does to the state of its requests: one interface, two ways to hold it.
 
 `RegionCaches` is the serving form: records in their byte formats, in regions addressed by block and slot. The
 dense form of training (`dense.py`) holds whole sequences and lets gradients through. Layers know neither.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from deepinfer.graphs.rows import Rows
-
-PhaseName = Literal["prefill", "decode"]
+from deepinfer.graphs.context import Scope
+from deepinfer.graphs.rows import StepInputs
+from deepinfer.kernels import (
+    compress,
+    engram_ids,
+    index_key,
+    index_topk,
+    ring_write,
+    sparse_attention,
+)
 
 
 class StepCaches(Protocol):
-    """State of the step's requests. A method that takes a value of the rows stores it for later steps."""
+    """State of the step's requests; a method that is given values of the rows keeps them for later steps."""
 
-    def window(self, layer: int, record: Tensor, positions: Tensor) -> Tensor:
-        """Store the rows' window `record [T, r]`; return those at `positions [T, W]`: `[T, W, r]`."""
+    def hash_ids(self, layer: int, tables: Scope, token_map: Tensor, pad_token_id: int) -> Tensor:
+        """Return the memory-table rows `[T, columns]` of the rows' n-grams (spec/model.md 9.4)."""
         ...
 
-    def open_group(self, layer: int, parked: Tensor, positions: Tensor) -> Tensor:
-        """Store the rows' `parked [T, 2 d]`; return those at `positions [T, n]`: `[T, n, 2 d]`."""
+    def keep_tokens(self) -> None:
+        """Keep the rows' token ids for the n-grams of later steps."""
         ...
 
-    def tokens(self, positions: Tensor) -> Tensor:
-        """Store the rows' token ids; return those at their `positions [T, n]`, of any integer type."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        record: Tensor,
+        kv_source: int | None,
+        picks: Tensor,
+        sink: Tensor,
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend `query [T, H, d]` to the last `window` positions and to `picks [T, k]` of `kv_source`.
+
+        Keeps the window `record [T, r]` of the rows. Returns the output `[T, H, d]` and the probability mass
+        of every key `[T, W + k]` (or `[T, 0]`, where nobody asks for it).
+        """
         ...
 
-    def write_entries(self, layer: int, kind: str, entries: Tensor, emitted: Tensor, record: Tensor) -> None:
-        """Store `record [T, r]` as entry `entries [T]` of a source layer, for the rows that are `emitted`."""
+    def compress(
+        self, layer: int, weights: Scope, x: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> Tensor:
+        """Compress the rows `x [T, D]`, keep the entries that close; returns the latent `[T, d]`."""
         ...
 
-    def entries_at(self, layer: int, kind: str, entries: Tensor) -> Tensor:
-        """Return the records of a source layer's `entries [T, k]`: `[T, k, r]`."""
+    def index_key(
+        self, layer: int, weights: Scope, latent: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> None:
+        """Keep the index keys of the entries that close, made from the `latent [T, head_dim]` (7.2)."""
         ...
 
-    def dot_entries(self, layer: int, kind: str, query: Tensor, decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """Multiply `query [T, h, d]` with every decoded entry its request may have: `[T, h, entries]`."""
+    def index_topk(
+        self,
+        kv_source: int,
+        query: Tensor,
+        head_weights: Tensor,
+        candidates: Tensor,
+        ratio: int,
+        top_k: int,
+        candidate_block_size: int,
+        candidate_topk_blocks: int,
+        see_scores: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Pick the best entries of `kv_source` (7.3-7.5): picks `[T, top_k]`, candidate blocks `[T, n]`.
+
+        `see_scores` is shown the float32 scores `[T, entries]` and may replace them in the dense form.
+        """
         ...
 
 
 class RegionCaches:
     """Records in the declared regions `[blocks or slots, entries, *record]`, mutated in place."""
 
-    def __init__(self, rows: Rows, phase: PhaseName, regions: Mapping[str, Tensor]) -> None:
-        self._rows, self._phase, self._regions = rows, phase, regions
+    def __init__(self, inputs: StepInputs, regions: Mapping[str, Tensor], quantize: bool) -> None:
+        self._inputs, self._regions, self._quantize = inputs, regions, quantize
 
     def _region(self, layer: int, kind: str) -> Tensor:
         return self._regions[f"layers.{layer}.{kind}"]
 
-    def window(self, layer: int, record: Tensor, positions: Tensor) -> Tensor:
-        """As StepCaches. Decode has one row per request: written first, everything is in the ring."""
-        rows, ring = self._rows, self._region(layer, "window")
-        length = ring.shape[1]
-        address = (rows.ring_write_slots(length), rows.positions % length)
-        if self._phase == "decode":
-            ring.index_put_(address, record)
-            return ring[rows.slots.unsqueeze(1), positions % length]
-        # a chunk may overwrite ring entries that its own first rows still need: read first, write last
-        history = ring[rows.request_slots].flatten(0, 1)
-        in_history = rows.request_index.unsqueeze(1) * length + positions % length
-        source = torch.where(rows.in_chunk(positions), rows.row_at(positions), record.shape[0] + in_history)
-        records = torch.cat((record, history), dim=0)[source]
-        ring.index_put_(address, record)
-        return records
+    def hash_ids(self, layer: int, tables: Scope, token_map: Tensor, pad_token_id: int) -> Tensor:
+        """As StepCaches; earlier tokens come from the step's rows or the ring."""
+        inputs = self._inputs
+        ids: Tensor = engram_ids(
+            inputs.token_ids,
+            self._regions["token_history"],
+            token_map,
+            tables["engram.multipliers"],
+            tables["engram.primes"],
+            tables["engram.offsets"],
+            pad_token_id,
+            inputs.positions,
+            inputs.request_index,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+        )
+        return ids
 
-    def open_group(self, layer: int, parked: Tensor, positions: Tensor) -> Tensor:
-        """As StepCaches, from the ring of open groups or this step's own rows."""
-        rows, ring = self._rows, self._region(layer, "open_group")
-        length = ring.shape[1]
-        from_ring = ring[rows.slots.unsqueeze(1), positions % length]
-        found = torch.where(rows.in_chunk(positions).unsqueeze(-1), parked[rows.row_at(positions)], from_ring)
-        ring.index_put_((rows.ring_write_slots(length), rows.positions % length), parked)
-        return found
+    def keep_tokens(self) -> None:
+        """As StepCaches."""
+        self._keep(self._regions["token_history"], self._inputs.token_ids.unsqueeze(1))
 
-    def tokens(self, positions: Tensor) -> Tensor:
-        """As StepCaches, from the ring of token ids or this step's own rows."""
-        rows, ring = self._rows, self._regions["token_history"]
-        length = ring.shape[1]
-        from_ring = ring[rows.slots.unsqueeze(1), positions % length].squeeze(-1).long()
-        found = torch.where(rows.in_chunk(positions), rows.token_ids[rows.row_at(positions)], from_ring)
-        address = (rows.ring_write_slots(length), rows.positions % length)
-        ring.index_put_(address, rows.token_ids.unsqueeze(1).to(ring.dtype))
-        return found
+    def _keep(self, ring: Tensor, values: Tensor) -> None:
+        inputs = self._inputs
+        ring_write(
+            ring,
+            values,
+            inputs.positions,
+            inputs.request_index,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+            inputs.row_counts,
+        )
 
-    def write_entries(self, layer: int, kind: str, entries: Tensor, emitted: Tensor, record: Tensor) -> None:
-        """As StepCaches; rows that emit nothing write to block 0."""
-        region = self._region(layer, kind)
-        region.index_put_(self._rows.paged_address(entries, emitted, region.shape[1]), record)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        record: Tensor,
+        kv_source: int | None,
+        picks: Tensor,
+        sink: Tensor,
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As StepCaches. A chunk may overwrite ring entries that its own rows need: written last."""
+        inputs, ring = self._inputs, self._region(layer, "window")
+        compressed = ring if kv_source is None else self._region(kv_source, "compressed_kv")
+        output, mass = sparse_attention(
+            query,
+            record,
+            ring,
+            compressed,
+            picks,
+            sink,
+            scale,
+            window,
+            inputs.positions,
+            inputs.request_index,
+            inputs.block_table,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+            self._quantize,
+            False,
+        )
+        self._keep(ring, record)
+        return output, mass
 
-    def entries_at(self, layer: int, kind: str, entries: Tensor) -> Tensor:
-        """As StepCaches, through the rows' block tables."""
-        region = self._region(layer, kind)
-        blocks = self._rows.blocks.gather(1, entries // region.shape[1])
-        return region[blocks, entries % region.shape[1]]
+    def compress(
+        self, layer: int, weights: Scope, x: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> Tensor:
+        """As StepCaches."""
+        inputs = self._inputs
+        wkv = weights["attn.compressor.wkv"]
+        region = self._region(layer, "compressed_kv")
+        pooled = ratio > 1
+        latent: Tensor = compress(
+            x,
+            wkv,
+            weights["attn.compressor.wgate"] if pooled else x.new_empty(0, x.shape[1]),
+            weights["attn.compressor.norm"],
+            eps,
+            self._region(layer, "open_group") if pooled else x.new_empty(0, 0, 0, dtype=torch.float32),
+            table,
+            region,
+            inputs.positions,
+            inputs.request_index,
+            inputs.block_table,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+            inputs.row_counts,
+            ratio,
+            self._quantize,
+        )
+        return latent
 
-    def dot_entries(self, layer: int, kind: str, query: Tensor, decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """As StepCaches: with every entry of the rows' block tables, written or not."""
-        keys = decode(self._region(layer, kind)[self._rows.blocks].flatten(1, 2))
-        return torch.matmul(query, keys.transpose(1, 2))
+    def index_key(
+        self, layer: int, weights: Scope, latent: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> None:
+        """As StepCaches."""
+        inputs = self._inputs
+        index_key(
+            latent,
+            weights["attn.indexer.wk"],
+            weights["attn.indexer.k_norm"],
+            eps,
+            table,
+            self._region(layer, "index_key"),
+            inputs.positions,
+            inputs.request_index,
+            inputs.block_table,
+            ratio,
+            self._quantize,
+        )
+
+    def index_topk(
+        self,
+        kv_source: int,
+        query: Tensor,
+        head_weights: Tensor,
+        candidates: Tensor,
+        ratio: int,
+        top_k: int,
+        candidate_block_size: int,
+        candidate_topk_blocks: int,
+        see_scores: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As StepCaches; scores are only shown."""
+        inputs = self._inputs
+        picks, blocks, scores = index_topk(
+            query,
+            head_weights,
+            self._region(kv_source, "index_key"),
+            candidates,
+            inputs.positions,
+            inputs.request_index,
+            inputs.block_table,
+            ratio,
+            top_k,
+            candidate_block_size,
+            candidate_topk_blocks,
+            self._quantize,
+            see_scores is not None,
+        )
+        if see_scores is not None:
+            see_scores(scores)
+        return picks, blocks

@@ -4,8 +4,9 @@ Tracing runs on fake tensors: no weight is read, and a model of any size can be 
 caches are lifted, so that a graph names them but holds none of their values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepinfer.errors import CaptureError, UsageError
 from deepinfer.graphs.cache_layout import CacheLayout
 from deepinfer.graphs.config import ModelConfig
+from deepinfer.graphs.context import unchanged
 from deepinfer.graphs.records import Precision
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_step, logits_step
-from deepinfer.kernels import captured_ops
+from deepinfer.kernels import Op, captured_ops
+from deepinfer.kernels.registry import routed_ops
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -97,13 +100,12 @@ class CapturedStep(_Captured):
             return value
 
         hidden = forward_step(
-            self._spec.phase,  # type: ignore[arg-type]
             self._config,
             self._precision,
             self.weights(),
             StepInputs(*arguments[:count]),
             caches,
-            keep,
+            keep if self._spec.taps else unchanged,
         )
         exported = residual_taps(self._config) if self._spec.taps else []
         return (hidden, *(taps[tap] for tap in exported))
@@ -117,26 +119,24 @@ class CapturedLogits(_Captured):
 
 
 def capture(
-    spec: GraphSpec, config: ModelConfig, precision: Precision, layout: CacheLayout, weight_specs: WeightSpecs
+    spec: GraphSpec,
+    config: ModelConfig,
+    precision: Precision,
+    layout: CacheLayout,
+    weight_specs: WeightSpecs,
+    *,
+    fused: bool = True,
 ) -> torch.export.ExportedProgram:
     """Trace one graph on fake tensors; raises CaptureError when the model cannot be traced.
+
+    Every operation becomes one node; without `fused`, those made of others are traced through.
 
     Inputs of the result are those of StepInputs followed by the cache regions (`logits`: the hidden rows);
     outputs are the hidden rows and, with taps, the residual of every entry of `residual_taps`.
     """
     try:
-        with FakeTensorMode(), captured_ops(), torch.no_grad():
-            weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in weight_specs.items()}
-            module: nn.Module
-            arguments: tuple[Tensor, ...]
-            if spec.phase == "logits":
-                module = CapturedLogits({"head": weights["head"]})
-                arguments = (torch.empty(spec.bucket, config.hidden_size, dtype=precision.dtype),)
-            else:
-                del weights["head"]
-                regions = [region.name for region in layout.regions]
-                module = CapturedStep(spec, config, precision, regions, weights)
-                arguments = example_inputs(spec, layout) + example_regions(layout)
+        with FakeTensorMode(), captured_ops(fused=fused), torch.no_grad():
+            module, arguments = _captured_module(spec, config, precision, layout, weight_specs)
             return torch.export.export(module, arguments, strict=False)
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, UsageError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -145,6 +145,42 @@ def capture(
             where=spec.name,
             action="report it with the config",
         ) from error
+
+
+def recorded_calls(
+    spec: GraphSpec, config: ModelConfig, precision: Precision, layout: CacheLayout, weight_specs: WeightSpecs
+) -> list[tuple[Op, tuple[Any, ...]]]:
+    """Return every operation that a step calls, with its arguments as fake tensors, in order.
+
+    The step functions run once on their operations' shape rules alone: nothing is computed or traced.
+    """
+    calls: list[tuple[Op, tuple[Any, ...]]] = []
+
+    def record(op: Op) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append((op, arguments))
+            return op.fake(*arguments)
+
+        return call
+
+    with FakeTensorMode(), routed_ops(record), torch.no_grad():
+        module, arguments = _captured_module(spec, config, precision, layout, weight_specs)
+        module(*arguments)
+    return calls
+
+
+def _captured_module(
+    spec: GraphSpec, config: ModelConfig, precision: Precision, layout: CacheLayout, weight_specs: WeightSpecs
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module of a graph and example arguments, under the fake mode of the caller."""
+    weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in weight_specs.items()}
+    if spec.phase == "logits":
+        hidden = torch.empty(spec.bucket, config.hidden_size, dtype=precision.dtype)
+        return CapturedLogits({"head": weights["head"]}), (hidden,)
+    del weights["head"]
+    regions = [region.name for region in layout.regions]
+    module = CapturedStep(spec, config, precision, regions, weights)
+    return module, example_inputs(spec, layout) + example_regions(layout)
 
 
 def example_inputs(spec: GraphSpec, layout: CacheLayout) -> tuple[Tensor, ...]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepinfer.graphs.caches import StepCaches
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.records import Precision
-from deepinfer.graphs.rows import Rows
+from deepinfer.graphs.rows import StepInputs
+
+if TYPE_CHECKING:
+    from deepinfer.graphs.caches import StepCaches
 
 # sees a named value of a layer and returns the value to go on with (see `forward_step`)
 Tap = Callable[[int, str, Tensor], Tensor]
@@ -36,12 +39,13 @@ class StepContext:
     config: ModelConfig
     precision: Precision
     weights: Mapping[str, Tensor]
-    caches: StepCaches
-    rows: Rows
+    caches: "StepCaches"
+    inputs: StepInputs
     tap: Tap = unchanged
+    with_scores: bool = False
     # picks of each index source: entry indices [T, k] in ascending order, -1 padded
     picks: dict[int, Tensor] = field(default_factory=dict)
-    # entries that layers after the candidate source may pick [T, entries] bool
+    # blocks of entries that layers after the candidate source may pick from [T, blocks], -1 padded
     candidates: Tensor | None = None
     # table rows of every Engram layer [T, columns]
     engram_ids: dict[int, Tensor] = field(default_factory=dict)
@@ -49,11 +53,3 @@ class StepContext:
     def layer_weights(self, layer: int) -> Scope:
         """The weights of one layer under their short names."""
         return Scope(self.weights, layer)
-
-
-def ordered_sum(terms: Tensor, dim: int) -> Tensor:
-    """Add along a short `dim` first to last, so that the order of additions is part of the definition."""
-    first, *rest = terms.unbind(dim)
-    for term in rest:
-        first = first + term
-    return first

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer.graphs.config import ModelConfig
-from deepinfer.graphs.context import Tap, unchanged
+from deepinfer.graphs.context import Scope, Tap, unchanged
 from deepinfer.graphs.records import Precision
-from deepinfer.graphs.rows import Rows, StepInputs
+from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_rows
-from deepinfer.kernels import linear
-from deepinfer.kernels.differentiable import differentiable_ops, round_fp4, round_fp8
+from deepinfer.kernels import engram_ids, linear, rms_norm
+from deepinfer.kernels.differentiable import differentiable_ops, round_fp4
+from deepinfer.kernels.index_topk import best, best_blocks, entries_of_blocks
+from deepinfer.kernels.rope import rotate
+from deepinfer.kernels.sequences import attend_sequences, index_scores, pool_groups
 
 
 @dataclass(frozen=True)
@@ -30,76 +32,114 @@ class StraightThrough(Precision):
         """Master precision of training."""
         return torch.float32
 
-    def window_record(self, kv: Tensor) -> Tensor:
-        """As Precision, kept as a vector."""
-        return round_fp8(kv) if self.quantized else kv
-
-    def window_vector(self, record: Tensor) -> Tensor:
-        """Records are vectors already."""
-        return record
-
-    def compressed_record(self, latent: Tensor) -> Tensor:
-        """As Precision, kept as a vector."""
-        return round_fp4(latent, "e4m3") if self.quantized else latent
-
-    def compressed_vector(self, record: Tensor) -> Tensor:
-        """Records are vectors already."""
-        return record
-
-    def index_key_record(self, key: Tensor) -> Tensor:
-        """As Precision, kept as a vector."""
-        return round_fp4(key, "e8m0") if self.quantized else key
-
-    def index_key_vector(self, record: Tensor) -> Tensor:
-        """Records are vectors already."""
-        return record
-
 
 class DenseCaches:
-    """StepCaches of sequences of one length that are in the step from their first token to their last."""
+    """StepCaches of sequences of one length that are in the step from their first token to their last.
 
-    def __init__(self, rows: Rows, sequences: int, ratios: Mapping[int, int]) -> None:
-        """`ratios` gives the tokens per entry of every kv source layer."""
-        self._rows, self._sequences, self._ratios = rows, sequences, ratios
-        self._entries: dict[tuple[int, str], Tensor] = {}  # [sequences, entries, record]
-        self._length = rows.positions.shape[0] // sequences
+    Nothing is kept between steps; entries stay vectors `[sequences, entries, d]` that gradients reach.
+    """
 
-    def window(self, layer: int, record: Tensor, positions: Tensor) -> Tensor:
-        """As StepCaches: every position is a row."""
-        return take_rows(record, self._rows.row_at(positions))
+    def __init__(self, config: ModelConfig, inputs: StepInputs, sequences: int, quantize: bool) -> None:
+        self._config, self._inputs, self._sequences, self._quantize = config, inputs, sequences, quantize
+        self._length = inputs.positions.shape[0] // sequences
+        self._entries: dict[tuple[int, str], Tensor] = {}
 
-    def open_group(self, layer: int, parked: Tensor, positions: Tensor) -> Tensor:
-        """As StepCaches: every position is a row."""
-        return take_rows(parked, self._rows.row_at(positions))
+    def hash_ids(self, layer: int, tables: Scope, token_map: Tensor, pad_token_id: int) -> Tensor:
+        """As StepCaches: no row looks before its sequence."""
+        inputs = self._inputs
+        never_read = inputs.token_ids.new_zeros(1, tables["engram.multipliers"].shape[0], 1)
+        ids: Tensor = engram_ids.reference(
+            inputs.token_ids,
+            never_read,
+            token_map,
+            tables["engram.multipliers"],
+            tables["engram.primes"],
+            tables["engram.offsets"],
+            pad_token_id,
+            inputs.positions,
+            inputs.request_index,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+        )
+        return ids
 
-    def tokens(self, positions: Tensor) -> Tensor:
-        """As StepCaches: every position is a row."""
-        return self._rows.token_ids[self._rows.row_at(positions)]
+    def keep_tokens(self) -> None:
+        """As StepCaches: there is no later step."""
 
-    def write_entries(self, layer: int, kind: str, entries: Tensor, emitted: Tensor, record: Tensor) -> None:
-        """As StepCaches: every `ratio`-th row of a sequence emits."""
-        ratio = self._ratios[layer]
-        self._entries[layer, kind] = record.unflatten(0, (self._sequences, -1))[:, ratio - 1 :: ratio]
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        record: Tensor,
+        kv_source: int | None,
+        picks: Tensor,
+        sink: Tensor,
+        scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As StepCaches; the mass is always given."""
+        if kv_source is None:
+            entries = record.new_zeros(self._sequences, 1, record.shape[1])
+        else:
+            entries = self._entries[kv_source, "compressed_kv"]
+        return attend_sequences(query, record, entries, picks, sink, scale, window, self._length)
 
-    def entries_at(self, layer: int, kind: str, entries: Tensor) -> Tensor:
-        """As StepCaches, gathered from the row's own sequence."""
-        stored = self._entries[layer, kind]
-        if stored.shape[1] == 0:
-            return stored.new_zeros(*entries.shape, stored.shape[2])
-        offset = self._rows.request_index.unsqueeze(1) * stored.shape[1]
-        return take_rows(stored.flatten(0, 1), entries + offset)
+    def compress(
+        self, layer: int, weights: Scope, x: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> Tensor:
+        """As StepCaches: every `ratio`-th row of a sequence closes an entry."""
+        pooled = linear(x, weights["attn.compressor.wkv"], torch.float32)
+        if ratio > 1:
+            gate = linear(x, weights["attn.compressor.wgate"], torch.float32)
+            pooled = pool_groups(pooled, gate, ratio, self._length)
+        latent: Tensor = rms_norm(pooled, weights["attn.compressor.norm"], eps)
+        rotated = rotate(latent, table[self._inputs.positions // ratio * ratio], False)
+        record = round_fp4(rotated, "e4m3") if self._quantize else rotated
+        self._entries[layer, "compressed_kv"] = self._closing(record, ratio)
+        return latent
 
-    def dot_entries(self, layer: int, kind: str, query: Tensor, decode: Callable[[Tensor], Tensor]) -> Tensor:
-        """As StepCaches, one product per sequence."""
-        keys = decode(self._entries[layer, kind])
-        heads = query.shape[1]
-        queries = query.unflatten(0, (self._sequences, -1)).flatten(1, 2)
-        return torch.bmm(queries, keys.transpose(1, 2)).unflatten(1, (-1, heads)).flatten(0, 1)
+    def _closing(self, values: Tensor, ratio: int) -> Tensor:
+        return values.unflatten(0, (self._sequences, -1))[:, ratio - 1 :: ratio].contiguous()
 
+    def index_key(
+        self, layer: int, weights: Scope, latent: Tensor, table: Tensor, ratio: int, eps: float
+    ) -> None:
+        """As StepCaches."""
+        key = rms_norm(
+            linear(latent, weights["attn.indexer.wk"], latent.dtype), weights["attn.indexer.k_norm"], eps
+        )
+        key = rotate(key, table[self._inputs.positions // ratio * ratio], False)
+        key = round_fp4(key, "e8m0") if self._quantize else key
+        self._entries[layer, "index_key"] = self._closing(key, ratio)
 
-def take_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Return `values [n, d]` at `index [...]`: `[..., d]`; the gradient adds up without atomic updates."""
-    return F.embedding(index, values)
+    def index_topk(
+        self,
+        kv_source: int,
+        query: Tensor,
+        head_weights: Tensor,
+        candidates: Tensor,
+        ratio: int,
+        top_k: int,
+        candidate_block_size: int,
+        candidate_topk_blocks: int,
+        see_scores: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As StepCaches; `see_scores` may replace the scores that are picked by."""
+        keys = self._entries[kv_source, "index_key"]
+        query = round_fp4(query, "e8m0") if self._quantize else query
+        scores = index_scores(query, head_weights, keys, ratio, self._length)
+        num_visible = (self._inputs.positions + 1) // ratio
+        visible = torch.arange(keys.shape[1]) < num_visible.unsqueeze(1)
+        scores = torch.where(visible, scores, -torch.inf)
+        blocks = candidates.new_empty(scores.shape[0], 0)
+        if candidate_topk_blocks:
+            blocks = best_blocks(scores.detach(), num_visible, candidate_block_size, candidate_topk_blocks)
+        elif candidates.shape[1]:
+            kept = entries_of_blocks(candidates, candidate_block_size, keys.shape[1])
+            scores = torch.where(kept, scores, -torch.inf)
+        if see_scores is not None:
+            scores = see_scores(scores)
+        return best(scores.detach(), top_k), blocks
 
 
 def forward_dense(
@@ -114,11 +154,12 @@ def forward_dense(
     `weights` has the names of the weight store, but matrices are float32 of their unpacked shape, in values
     that their format can hold.
     """
-    rows = Rows.from_inputs(dense_inputs(token_ids))
-    ratios = {layer: config.ratio(layer) for layer in config.kv_source_layer_ids}
-    caches = DenseCaches(rows, token_ids.shape[0], ratios)
+    inputs = dense_inputs(token_ids)
+    caches = DenseCaches(config, inputs, token_ids.shape[0], precision.quantized)
     with differentiable_ops():
-        hidden = forward_rows(config, precision, weights, rows, caches, tap)
+        hidden = forward_rows(
+            config, precision, weights, inputs, caches, tap, with_scores=tap is not unchanged
+        )
         logits = linear(hidden, weights["head"], torch.float32)
     return logits.unflatten(0, token_ids.shape)
 

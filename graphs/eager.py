@@ -15,14 +15,14 @@ from torch import Tensor
 
 from deepinfer.errors import RequestError
 from deepinfer.graphs.cache_layout import CacheLayout, cache_layout
-from deepinfer.graphs.caches import PhaseName
 from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig, load_config
 from deepinfer.graphs.context import Tap, unchanged
 from deepinfer.graphs.records import PRECISIONS, Precision, PrecisionName
-from deepinfer.graphs.rows import StepInputs
+from deepinfer.graphs.rows import PhaseName, StepInputs
 from deepinfer.graphs.step import forward_step, logits_step
 from deepinfer.graphs.store import build_store
+from deepinfer.kernels import captured_ops
 
 ROW_MULTIPLE = 8
 
@@ -31,10 +31,17 @@ class EagerModel:
     """A model with its weights and caches, run step by step in plain PyTorch."""
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, weights: dict[str, Tensor], layout: CacheLayout
+        self,
+        config: ModelConfig,
+        precision: Precision,
+        weights: dict[str, Tensor],
+        layout: CacheLayout,
+        *,
+        native_ops: bool = False,
     ) -> None:
         self.config, self.precision, self.weights, self.layout = config, precision, weights, layout
         self.caches = allocate_caches(layout)
+        self._native = native_ops
 
     @classmethod
     def load(
@@ -44,30 +51,47 @@ class EagerModel:
         *,
         max_model_len: int,
         max_num_seqs: int = 1,
+        native_ops: bool = False,
     ) -> "EagerModel":
         """Read a checkpoint and allocate caches for `max_num_seqs` requests of `max_model_len` tokens.
 
+        With `native_ops` every operation runs in the op library, which must be loaded, instead of its
+        reference: the same model, many times faster, not the definition.
         Raises ModelError (and its subclasses) when the directory is not a usable checkpoint.
         """
         config = load_config(model_dir)
-        weights = build_store(Checkpoint(model_dir, config), config, max_model_len)
+        weights = build_store(Checkpoint(model_dir, config), config, max_model_len, packed=native_ops)
         layout = cache_layout(config, precision, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        return cls(config, PRECISIONS[precision], weights, layout)
+        return cls(config, PRECISIONS[precision], weights, layout, native_ops=native_ops)
 
     def step(self, phase: PhaseName, inputs: StepInputs, tap: Tap = unchanged) -> Tensor:
-        """Run one step and return the hidden rows `[T, D]` of its T rows; caches advance in place."""
+        """Run one step and return the hidden rows `[T, D]` of its T rows; caches advance in place.
+
+        A tap sees the index scores of all entries, too.
+        """
         num_rows = inputs.positions.shape[0]
-        padded = pad_rows(inputs, -num_rows % ROW_MULTIPLE, pad_table=phase == "decode")
-        with _one_thread(), torch.no_grad():
-            hidden = forward_step(phase, self.config, self.precision, self.weights, padded, self.caches, tap)
+        if not self._native:
+            inputs = pad_rows(inputs, -num_rows % ROW_MULTIPLE, pad_table=phase == "decode")
+        scores = tap is not unchanged
+        with self._running():
+            hidden = forward_step(
+                self.config, self.precision, self.weights, inputs, self.caches, tap, with_scores=scores
+            )
         return hidden[:num_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits `[N, vocab]` of hidden rows `[N, D]`."""
         num_rows = hidden.shape[0]
-        padded = torch.nn.functional.pad(hidden, (0, 0, 0, -num_rows % ROW_MULTIPLE))
-        with _one_thread(), torch.no_grad():
-            return logits_step(self.weights, padded)[:num_rows]
+        if not self._native:
+            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, -num_rows % ROW_MULTIPLE))
+        with self._running():
+            return logits_step(self.weights, hidden.contiguous())[:num_rows]
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """References need one thread to be what they are; native operations do not care."""
+        with torch.no_grad(), captured_ops() if self._native else _one_thread():
+            yield
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.graphs.config import ModelConfig
-from deepinfer.graphs.context import Scope, ordered_sum
+from deepinfer.graphs.context import Scope
 from deepinfer.kernels import mhc_mix
 
 
@@ -29,15 +29,4 @@ def mix(
 
 def first_stream(num_rows: int, num_streams: int) -> Tensor:
     """Return the collapse weights of the very first sublayer: stream 0 alone, `[T, n]` float32."""
-    return (torch.arange(num_streams) == 0).float().expand(num_rows, num_streams)
-
-
-def collapse(residual: Tensor, pre: Tensor) -> Tensor:
-    """Weigh the streams of `residual [T, n, D]` by `pre [T, n]`; float32 sum, rounded once (3.4)."""
-    return ordered_sum(pre.unsqueeze(-1) * residual.float(), 1).to(residual.dtype)
-
-
-def expand(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Add a sublayer's output `y [T, D]` to the mixed streams: `[T, n, D]` in the dtype of `residual`."""
-    mixed = ordered_sum(comb.unsqueeze(-1) * residual.float().unsqueeze(2), 1)
-    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(residual.dtype)
+    return (torch.arange(num_streams) == 0).float().expand(num_rows, num_streams).contiguous()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deepinfer.kernels import dequantize_fp4, dequantize_fp8, quantize_fp4, quantize_fp8
+from deepinfer.kernels import dequantize_fp4, dequantize_fp8
 
 PrecisionName = Literal["native", "float32"]
 
@@ -30,33 +30,17 @@ class Precision:
         """The dtype of activations between operations."""
         return torch.bfloat16 if self.quantized else torch.float32
 
-    def window_record(self, kv: Tensor) -> Tensor:
-        """Encode window vectors `[rows, head_dim]`: FP8 in groups of 32 (12.2)."""
-        return quantize_fp8(kv) if self.quantized else kv
-
     def window_vector(self, record: Tensor) -> Tensor:
         """Decode window records `[..., record]` to `[..., head_dim]`."""
         return dequantize_fp8(record, self.dtype) if self.quantized else record
-
-    def compressed_record(self, latent: Tensor) -> Tensor:
-        """Encode rotated latents `[rows, head_dim]`: FP4 in groups of 16 with E4M3 scales (12.3)."""
-        return quantize_fp4(latent, "e4m3") if self.quantized else latent
 
     def compressed_vector(self, record: Tensor) -> Tensor:
         """Decode compressed records to `[..., head_dim]`."""
         return dequantize_fp4(record, "e4m3", self.dtype) if self.quantized else record
 
-    def index_key_record(self, key: Tensor) -> Tensor:
-        """Encode index keys `[rows, index_head_dim]`: FP4 in groups of 32 with power-of-two scales (12.3)."""
-        return quantize_fp4(key, "e8m0") if self.quantized else key
-
     def index_key_vector(self, record: Tensor) -> Tensor:
         """Decode index key records to `[..., index_head_dim]` float32."""
         return dequantize_fp4(record, "e8m0", torch.float32) if self.quantized else record
-
-    def index_query(self, query: Tensor) -> Tensor:
-        """Round index queries `[..., index_head_dim]` through the key format; float32 out."""
-        return self.index_key_vector(self.index_key_record(query))
 
 
 PRECISIONS = {name: Precision(name) for name in ("native", "float32")}

@@ -54,18 +54,3 @@ def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, Tensor]:
 def table_for_layer(weights: Mapping[str, Tensor], config: ModelConfig, layer: int) -> Tensor:
     """Return the table that everything in `layer` rotates by."""
     return weights[COMPRESSED_TABLE if config.ratio(layer) else WINDOW_TABLE]
-
-
-def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the tail of `x [rows, ..., dim]` by `cos_sin [rows, rope_dim]`; float32 inside."""
-    rope_dim = cos_sin.shape[-1]
-    for _ in range(x.dim() - 2):
-        cos_sin = cos_sin.unsqueeze(1)
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    if inverse:
-        sin = -sin
-    fixed, tail = x[..., :-rope_dim], x[..., -rope_dim:]
-    pairs = tail.float().unflatten(-1, (rope_dim // 2, 2))
-    u, v = pairs[..., 0], pairs[..., 1]
-    rotated = torch.stack((u * cos - v * sin, u * sin + v * cos), dim=-1).flatten(-2)
-    return torch.cat((fixed, rotated.to(x.dtype)), dim=-1)

@@ -9,57 +9,63 @@ import torch
 from torch import Tensor
 
 from deepinfer.graphs.attention import attention
-from deepinfer.graphs.caches import PhaseName, RegionCaches, StepCaches
+from deepinfer.graphs.caches import RegionCaches, StepCaches
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.context import StepContext, Tap, unchanged
-from deepinfer.graphs.engram import engram, write_history_and_hash
-from deepinfer.graphs.hyper_connections import collapse, expand, first_stream, mix
+from deepinfer.graphs.engram import engram, hash_tokens
+from deepinfer.graphs.hyper_connections import first_stream, mix
 from deepinfer.graphs.moe import moe
 from deepinfer.graphs.records import Precision
-from deepinfer.graphs.rows import Rows, StepInputs
-from deepinfer.kernels import linear, rms_norm
+from deepinfer.graphs.rows import StepInputs
+from deepinfer.kernels import linear, mhc_collapse, mhc_expand
 
 
 def forward_step(
-    phase: PhaseName,
     config: ModelConfig,
     precision: Precision,
     weights: Mapping[str, Tensor],
     inputs: StepInputs,
     regions: Mapping[str, Tensor],
     tap: Tap = unchanged,
+    *,
+    with_scores: bool = False,
 ) -> Tensor:
-    """Run prefill or decode over the cache `regions` and return the final normed hidden rows `[T, D]`.
+    """Run a step over the cache `regions` and return the final normed hidden rows `[T, D]`.
 
     `regions` maps the names of the cache layout to `[blocks or slots, entries, *record]`; they are mutated.
     """
-    rows = Rows.from_inputs(inputs)
-    return forward_rows(config, precision, weights, rows, RegionCaches(rows, phase, regions), tap)
+    caches = RegionCaches(inputs, regions, precision.quantized)
+    return forward_rows(config, precision, weights, inputs, caches, tap, with_scores=with_scores)
 
 
 def forward_rows(
     config: ModelConfig,
     precision: Precision,
     weights: Mapping[str, Tensor],
-    rows: Rows,
+    inputs: StepInputs,
     caches: StepCaches,
     tap: Tap = unchanged,
+    *,
+    with_scores: bool = False,
 ) -> Tensor:
-    """Run all layers over `rows` and return the final normed hidden rows `[T, D]`.
+    """Run all layers over the rows of `inputs` and return the final normed hidden rows `[T, D]`.
 
     `tap` sees named values of every layer and may replace them: graphs export intermediate results this way,
     and comparisons feed one implementation with those of another. `engram`, `attn` and `ffn` are the streams
-    `[T, n, D]` after that part of the layer; other names are sublayer inputs and outputs and decisions.
+    `[T, n, D]` after that part of the layer; other names are sublayer inputs and outputs and decisions. The
+    index scores of all entries are made and shown to `tap` only `with_scores`.
     """
-    ctx = StepContext(config, precision, weights, caches, rows, tap)
+    ctx = StepContext(config, precision, weights, caches, inputs, tap, with_scores)
     if config.engram_layer_ids:
-        write_history_and_hash(ctx)
-    hidden = weights["embed"][rows.token_ids].to(precision.dtype)
+        hash_tokens(ctx)
+    token_ids = torch.where(inputs.positions >= 0, inputs.token_ids, 0)
+    hidden = weights["embed"][token_ids].to(precision.dtype)
     residual = hidden.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
-    pre = first_stream(rows.positions.shape[0], config.hc_mult)
+    pre = first_stream(token_ids.shape[0], config.hc_mult)
     for layer in range(config.num_hidden_layers):
         residual, pre = _layer(ctx, layer, residual, pre)
-    return rms_norm(collapse(residual, pre), weights["norm"], config.rms_norm_eps)
+    out: Tensor = mhc_collapse(residual, pre, weights["norm"], config.rms_norm_eps)
+    return out
 
 
 def _layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,15 +73,13 @@ def _layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple
     if layer in ctx.config.engram_layer_ids:
         residual = ctx.tap(layer, "engram", engram(ctx, layer, residual))
     attn_pre, post, comb = mix(residual, weights, "attn", ctx.config)
-    y = ctx.tap(
-        layer, "attn_y", attention(ctx, layer, rms_norm(collapse(residual, pre), weights["attn_norm"], eps))
-    )
-    residual = ctx.tap(layer, "attn", expand(y, residual, post, comb))
+    x = mhc_collapse(residual, pre, weights["attn_norm"], eps)
+    y = ctx.tap(layer, "attn_y", attention(ctx, layer, x))
+    residual = ctx.tap(layer, "attn", mhc_expand(y, residual, post, comb))
     ffn_pre, post, comb = mix(residual, weights, "ffn", ctx.config)
-    y = ctx.tap(
-        layer, "ffn_y", moe(ctx, layer, rms_norm(collapse(residual, attn_pre), weights["ffn_norm"], eps))
-    )
-    residual = ctx.tap(layer, "ffn", expand(y, residual, post, comb))
+    x = mhc_collapse(residual, attn_pre, weights["ffn_norm"], eps)
+    y = ctx.tap(layer, "ffn_y", moe(ctx, layer, x))
+    residual = ctx.tap(layer, "ffn", mhc_expand(y, residual, post, comb))
     return residual, ffn_pre
 
 

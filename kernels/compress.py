@@ -25,14 +25,14 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor, write_kept
 from deepinfer.kernels.formats import FP4_GROUP
 from deepinfer.kernels.index_topk import check_paged_rows, check_records
-from deepinfer.kernels.linear import linear_reference
+from deepinfer.kernels.linear import linear
 from deepinfer.kernels.packing import check_linear_weight, linear_outputs
-from deepinfer.kernels.quantize_fp4 import quantize_fp4_reference
+from deepinfer.kernels.quantize_fp4 import quantize_fp4
 from deepinfer.kernels.registry import Op
-from deepinfer.kernels.rms_norm import rms_norm_reference
+from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import MAX_ROTATED, rotate
 
 
@@ -98,10 +98,10 @@ def write_entries(
     ratio: int,
 ) -> None:
     """Store `record [T, r]` as the entry of each row that `closes [T]` its group."""
-    kept = closes.nonzero().squeeze(1)
-    entries = positions[kept] // ratio
-    blocks = block_table[request_index[kept], entries // region.shape[1]]
-    region[blocks, entries % region.shape[1]] = record[kept].to(region.dtype)
+    entries = torch.where(closes, positions, 0) // ratio
+    tables = block_table[torch.where(closes, request_index, 0)]
+    blocks = tables.gather(1, (entries // region.shape[1]).unsqueeze(1)).squeeze(1)
+    write_kept(region, blocks, entries % region.shape[1], record, closes)
 
 
 def rotated_to_group(
@@ -163,21 +163,21 @@ def compress_reference(
     _check(x, wkv, wgate, norm_weight, open_group, table, region, rows_of_entries, requests, quantize)
     valid = positions >= 0
     if ratio == 1:
-        pooled = linear_reference(x, wkv, x.dtype)
+        pooled = linear(x, wkv, x.dtype)
     else:
-        value, gate = (linear_reference(x, weight, torch.float32) for weight in (wkv, wgate))
+        value, gate = (linear(x, weight, torch.float32) for weight in (wkv, wgate))
         parked = torch.cat((value, gate), dim=-1)
         line = torch.where(valid, request_index, 0)
         slots, starts = torch.where(valid, slot_ids[line], 0), num_computed_tokens[line]
         pooled = _pool(parked, open_group, positions, slots, starts, ratio).to(x.dtype)
         length = open_group.shape[1]
-        last = (valid & (positions >= starts + row_counts[line] - length)).nonzero().squeeze(1)
-        open_group[slots[last], positions[last] % length] = parked[last]
+        last = valid & (positions >= starts + row_counts[line] - length)
+        write_kept(open_group, slots, positions % length, parked, last)
     closes = valid & ((positions + 1) % ratio == 0)
-    latent = torch.where(closes.unsqueeze(1), rms_norm_reference(pooled, norm_weight, eps), 0)
+    latent = torch.where(closes.unsqueeze(1), rms_norm(pooled, norm_weight, eps), 0)
     record = rotated_to_group(latent, table, positions, ratio)
     if quantize:
-        record = quantize_fp4_reference(record, "e4m3")
+        record = quantize_fp4(record, "e4m3")
     write_entries(region, record, closes, *rows_of_entries)
     return latent
 
@@ -242,4 +242,5 @@ compress = Op(
     fake=compress_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (2e-5, 2e-6), torch.bfloat16: (2.0**-6, 2e-6)},
+    composite=True,
 )

@@ -78,4 +78,5 @@ engram_gate = Op(
     fake=engram_gate_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (2.0**-7, 1e-5)},
+    composite=True,
 )

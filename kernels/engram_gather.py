@@ -53,4 +53,5 @@ engram_gather = Op(
     fake=engram_gather_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0)},
+    composite=True,
 )

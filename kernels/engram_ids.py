@@ -170,4 +170,5 @@ engram_ids = Op(
     fake=engram_ids_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0)},
+    composite=True,
 )

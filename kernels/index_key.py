@@ -21,11 +21,11 @@ from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
 from deepinfer.kernels.compress import check_record_inputs, rotated_to_group, write_entries
 from deepinfer.kernels.formats import FP4_GROUP
 from deepinfer.kernels.index_topk import check_paged_rows
-from deepinfer.kernels.linear import linear_reference
+from deepinfer.kernels.linear import linear
 from deepinfer.kernels.packing import check_linear_weight, linear_outputs
-from deepinfer.kernels.quantize_fp4 import quantize_fp4_reference
+from deepinfer.kernels.quantize_fp4 import quantize_fp4
 from deepinfer.kernels.registry import Op
-from deepinfer.kernels.rms_norm import rms_norm_reference
+from deepinfer.kernels.rms_norm import rms_norm
 
 
 def index_key_fake(
@@ -67,10 +67,10 @@ def index_key_reference(
     """The definition; see the module text."""
     rows_of_entries = (positions, request_index, block_table, ratio)
     index_key_fake(latent, wk, norm_weight, eps, table, region, *rows_of_entries, quantize)
-    key = rms_norm_reference(linear_reference(latent, wk, latent.dtype), norm_weight, eps)
+    key = rms_norm(linear(latent, wk, latent.dtype), norm_weight, eps)
     record = rotated_to_group(key, table, positions, ratio)
     if quantize:
-        record = quantize_fp4_reference(record, "e8m0")
+        record = quantize_fp4(record, "e8m0")
     closes = (positions >= 0) & ((positions + 1) % ratio == 0)
     write_entries(region, record, closes, *rows_of_entries)
 
@@ -114,4 +114,5 @@ index_key = Op(
     fake=index_key_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (2e-5, 2e-6), torch.bfloat16: (2.0**-6, 2e-6)},
+    composite=True,
 )

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
 from deepinfer.kernels.formats import FP4_GROUP
-from deepinfer.kernels.quantize_fp4 import dequantize_fp4_reference, quantize_fp4_reference
+from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4, quantize_fp4_reference
 from deepinfer.kernels.registry import Op
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -167,8 +167,8 @@ def index_topk_reference(
     blocks = torch.where(valid.unsqueeze(1), block_table[torch.where(valid, request_index, 0)], 0)
     keys = region[blocks].flatten(1, 2)
     if quantize:
-        keys = dequantize_fp4_reference(keys, "e8m0", torch.float32)
-        query = dequantize_fp4_reference(quantize_fp4_reference(query, "e8m0"), "e8m0", torch.float32)
+        keys = dequantize_fp4(keys, "e8m0", torch.float32)
+        query = dequantize_fp4(quantize_fp4(query, "e8m0"), "e8m0", torch.float32)
     num_visible = torch.where(valid, (positions + 1) // ratio, 0)
     seen = torch.arange(keys.shape[1]) < num_visible.unsqueeze(1)
     if candidates.shape[1]:
@@ -232,4 +232,5 @@ index_topk = Op(
     fake=index_topk_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-5, 1e-5)},
+    composite=True,
 )

@@ -16,7 +16,7 @@ import torch
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
 from deepinfer.kernels.registry import Op
-from deepinfer.kernels.rms_norm import rms_norm_reference
+from deepinfer.kernels.rms_norm import rms_norm
 
 
 def _check(residual: torch.Tensor, pre: torch.Tensor, norm_weight: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def mhc_collapse_reference(
 ) -> torch.Tensor:
     """The definition; see the module text."""
     _check(residual, pre, norm_weight)
-    return rms_norm_reference(weigh_streams(residual, pre), norm_weight, eps)
+    return rms_norm(weigh_streams(residual, pre), norm_weight, eps)
 
 
 def mhc_collapse_fake(
@@ -68,4 +68,5 @@ mhc_collapse = Op(
     fake=mhc_collapse_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (1e-6, 1e-7), torch.bfloat16: (2.0**-7, 0.0)},
+    composite=True,
 )

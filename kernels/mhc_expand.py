@@ -65,4 +65,5 @@ mhc_expand = Op(
     fake=mhc_expand_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0)},
+    composite=True,
 )

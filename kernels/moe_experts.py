@@ -19,7 +19,7 @@ import torch
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
 from deepinfer.kernels.formats import FP8_GROUP, pad_rows
-from deepinfer.kernels.linear_fp4 import linear_fp4_reference
+from deepinfer.kernels.linear_fp4 import linear_fp4
 from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs
 from deepinfer.kernels.registry import Op
 
@@ -82,9 +82,9 @@ def moe_experts_reference(
     _check(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale)
     ids, order = torch.sort(expert_ids, dim=1, stable=True)
     weights = expert_weights.gather(1, order)
-    gate_and_up = linear_fp4_reference(x.unsqueeze(1), w13, w13_scale, ids, quantize)
+    gate_and_up = linear_fp4(x.unsqueeze(1), w13, w13_scale, ids, quantize)
     hidden = (weights.unsqueeze(-1) * clamped_swiglu(gate_and_up, swiglu_limit)).to(x.dtype)
-    total, *others = linear_fp4_reference(hidden, w2, w2_scale, ids, quantize).float().unbind(1)
+    total, *others = linear_fp4(hidden, w2, w2_scale, ids, quantize).float().unbind(1)
     for other in others:
         total = total + other
     return total
@@ -131,4 +131,5 @@ moe_experts = Op(
     make_inputs=_make_inputs,
     # bf16: one flipped rounding may move a value to the next FP8 code, 2^-4 of it
     tolerance={torch.float32: (1e-5, 1e-5), torch.bfloat16: (2.0**-6, 2e-2)},
+    composite=True,
 )

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
 from deepinfer.kernels.formats import pad_rows
-from deepinfer.kernels.linear import linear_reference
+from deepinfer.kernels.linear import linear
 from deepinfer.kernels.packing import check_linear_weight, linear_outputs
 from deepinfer.kernels.registry import Op
 
@@ -70,7 +70,7 @@ def moe_gate_reference(
 ) -> Routing:
     """The definition; see the module text."""
     _check(x, weight, bias, positions, top_k)
-    logits = linear_reference(x, weight, torch.float32)
+    logits = linear(x, weight, torch.float32)
     picks, weights = route(logits, bias, top_k, norm_topk_prob, routed_scaling_factor)
     valid = (positions >= 0).unsqueeze(1)
     return torch.where(valid, logits, 0), torch.where(valid, picks, -1), torch.where(valid, weights, 0)
@@ -117,4 +117,5 @@ moe_gate = Op(
     fake=moe_gate_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (1e-5, 2e-6)},
+    composite=True,
 )

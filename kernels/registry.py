@@ -36,6 +36,7 @@ class Op:
     `reference(*args)` is the definition; `fake(*args)` gives empty outputs of the right shape and dtype and
     makes the same checks. `make_inputs(rows, dtype, seed)` gives arguments of a small realistic case.
     `tolerance[dtype]` is (rtol, atol) of the native kernel against the reference on such inputs.
+    A `composite` op's reference is made of other ops; a trace may look through it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Op:
     fake: Callable[..., Any]
     make_inputs: Callable[[int, torch.dtype, int], tuple[Any, ...]]
     tolerance: dict[torch.dtype, tuple[float, float]]
+    composite: bool = False
 
     def __call__(self, *args: Any) -> Any:
         """Run the reference; inside `captured_ops()`, call the registered operation instead."""
@@ -75,19 +77,25 @@ def register_fake(op: Op) -> None:
 
 
 @contextlib.contextmanager
-def captured_ops() -> Iterator[None]:
+def captured_ops(*, fused: bool = True) -> Iterator[None]:
     """Within the block every Op call goes to the dispatcher, so that a trace records one node per call.
+
+    Without `fused`, a composite op runs its reference, whose own calls go to the dispatcher.
 
     A call raises CaptureError if the op library is not loaded. Restores the former routing on exit, also
     after an exception; other threads and tasks are not affected.
     """
-    with routed_ops(_captured):
+    with routed_ops(_captured if fused else _captured_parts):
         yield
 
 
 def _captured(op: Op) -> Callable[..., Any]:
     register_fake(op)
     return op.native
+
+
+def _captured_parts(op: Op) -> Callable[..., Any]:
+    return op.reference if op.composite else _captured(op)
 
 
 @contextlib.contextmanager

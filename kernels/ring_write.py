@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import check_region, check_tensor
+from deepinfer.kernels.checks import check_region, check_tensor, check_values, write_kept
 from deepinfer.kernels.registry import Op
 
 _DTYPES = (torch.uint8, torch.int32, torch.float32)
@@ -55,14 +54,16 @@ def ring_write_reference(
     _check(ring, values, positions, request_index, slot_ids, num_computed_tokens, row_counts)
     slots, length, _ = ring.shape
     valid = positions >= 0
-    position, line = positions[valid], request_index[valid]
-    if bool(((line < 0) | (line >= slot_ids.shape[0])).any()):
-        raise UsageError(f"must lie in 0 .. {slot_ids.shape[0] - 1}", where="ring_write: request_index")
+    known = ~valid | ((request_index >= 0) & (request_index < slot_ids.shape[0]))
+    check_values("ring_write", "request_index", known, f"must lie in 0 .. {slot_ids.shape[0] - 1}")
+    if not slot_ids.shape[0]:  # no request: all rows are padding
+        return
+    line = torch.where(valid, request_index, 0)
     slot = slot_ids[line]
-    if bool(((slot < 1) | (slot >= slots)).any()):
-        raise UsageError(f"must lie in 1 .. {slots - 1}", where="ring_write: slot_ids")
-    kept = position >= (num_computed_tokens + row_counts)[line] - length
-    ring[slot[kept], position[kept] % length] = values[valid][kept].to(ring.dtype)
+    owned = ~valid | ((slot >= 1) & (slot < slots))
+    check_values("ring_write", "slot_ids", owned, f"must lie in 1 .. {slots - 1}")
+    kept = valid & (positions >= (num_computed_tokens + row_counts)[line] - length)
+    write_kept(ring, slot, positions % length, values, kept)
 
 
 def ring_write_fake(
@@ -100,4 +101,5 @@ ring_write = Op(
     fake=ring_write_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0)},
+    composite=True,
 )

@@ -80,4 +80,5 @@ rope = Op(
     fake=rope_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (0.0, 0.0), torch.bfloat16: (0.0, 0.0)},
+    composite=True,
 )

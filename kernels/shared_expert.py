@@ -18,7 +18,7 @@ import torch
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
 from deepinfer.kernels.formats import FP8_GROUP
-from deepinfer.kernels.linear_fp8 import linear_fp8_reference
+from deepinfer.kernels.linear_fp8 import linear_fp8
 from deepinfer.kernels.moe_experts import check_halves, clamped_swiglu
 from deepinfer.kernels.packing import check_fp8_weight, scaled_outputs
 from deepinfer.kernels.registry import Op
@@ -55,9 +55,9 @@ def shared_expert_reference(
 ) -> torch.Tensor:
     """The definition; see the module text."""
     _check(x, routed, w13, w13_scale, w2, w2_scale)
-    gate_and_up = linear_fp8_reference(x.unsqueeze(1), w13, w13_scale, quantize)
+    gate_and_up = linear_fp8(x.unsqueeze(1), w13, w13_scale, quantize)
     hidden = clamped_swiglu(gate_and_up, swiglu_limit).to(x.dtype)
-    shared = linear_fp8_reference(hidden, w2, w2_scale, quantize).squeeze(1)
+    shared = linear_fp8(hidden, w2, w2_scale, quantize).squeeze(1)
     return (routed + shared.float()).to(x.dtype)
 
 
@@ -98,4 +98,5 @@ shared_expert = Op(
     make_inputs=_make_inputs,
     # bf16: one flipped rounding may move a value to the next FP8 code, 2^-4 of it
     tolerance={torch.float32: (1e-5, 1e-5), torch.bfloat16: (2.0**-6, 2e-2)},
+    composite=True,
 )

@@ -30,10 +30,10 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_region, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_region, check_tensor, check_values
 from deepinfer.kernels.formats import FP8_GROUP, pad_rows
-from deepinfer.kernels.quantize_fp4 import dequantize_fp4_reference, quantize_fp4_reference
-from deepinfer.kernels.quantize_fp8 import dequantize_fp8_reference, quantize_fp8_reference
+from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4_reference
+from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8_reference
 from deepinfer.kernels.registry import Op
 
 _INT64 = (torch.int64,)
@@ -118,7 +118,7 @@ def _check(
     check_tensor(op, "num_computed_tokens", num_computed_tokens, (lines,), _INT64)
 
 
-def _window(
+def window_records(
     record: torch.Tensor,
     ring: torch.Tensor,
     window: int,
@@ -154,15 +154,14 @@ def _picked(
     entry = torch.where(visible, picks, 0)
     last = torch.clamp(positions, max=tables.shape[1] * entries - 1).unsqueeze(1)
     _demand(~visible | ((entry >= 0) & (entry <= last)), "must be -1 or an entry of the request", "picks")
-    block = torch.where(visible, tables.gather(1, entry // entries) if visible.any() else 0, 0)
+    block = torch.where(visible, tables.gather(1, entry // entries), 0)
     _demand((block >= 1) == visible, "must hold a block for every pick", "block_table")
     _demand(block < blocks, f"must lie below {blocks}", "block_table")
     return compressed[block, entry % entries], visible
 
 
 def _demand(fine: torch.Tensor, message: str, argument: str) -> None:
-    if not bool(fine.all()):
-        raise UsageError(message, where=f"sparse_attention: {argument}")
+    check_values("sparse_attention", argument, fine, message)
 
 
 def sparse_attention_reference(
@@ -191,11 +190,11 @@ def sparse_attention_reference(
     _demand((line >= 0) & (line < max(1, slot_ids.shape[0])), "must name a line", "request_index")
     starts = num_computed_tokens[line]
     _demand(~valid | ((starts >= 0) & (starts <= positions)), "must not exceed a row", "num_computed_tokens")
-    records, visible = _window(record, ring, window, positions, slot_ids[line], starts)
-    keys = dequantize_fp8_reference(records, torch.bfloat16) if quantize else records
+    records, visible = window_records(record, ring, window, positions, slot_ids[line], starts)
+    keys = dequantize_fp8(records, torch.bfloat16) if quantize else records
     if picks.shape[1]:
         records, picked = _picked(compressed, picks, positions, block_table[line])
-        entries = dequantize_fp4_reference(records, "e4m3", torch.bfloat16) if quantize else records
+        entries = dequantize_fp4(records, "e4m3", torch.bfloat16) if quantize else records
         keys, visible = torch.cat((keys, entries), dim=1), torch.cat((visible, picked), dim=1)
     rows = query.shape[0]
     output, mass = softmax_with_sink(pad_rows(query), pad_rows(keys), pad_rows(visible), sink, scale)
@@ -273,4 +272,5 @@ sparse_attention = Op(
     fake=sparse_attention_fake,
     make_inputs=_make_inputs,
     tolerance={torch.float32: (1e-5, 2e-6), torch.bfloat16: (2.0**-7, 2e-6)},
+    composite=True,
 )

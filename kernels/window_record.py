@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor, check_values
 from deepinfer.kernels.formats import FP8_GROUP
-from deepinfer.kernels.quantize_fp8 import quantize_fp8_reference
+from deepinfer.kernels.quantize_fp8 import quantize_fp8
 from deepinfer.kernels.registry import Op
-from deepinfer.kernels.rms_norm import rms_norm_reference
-from deepinfer.kernels.rope import rope_reference
+from deepinfer.kernels.rms_norm import rms_norm
+from deepinfer.kernels.rope import rope
 
 
 def _check(
@@ -48,13 +48,10 @@ def window_record_reference(
 ) -> torch.Tensor:
     """The definition; see the module text."""
     _check(kv, norm_weight, table, positions, quantize)
-    if bool(((positions < -1) | (positions >= table.shape[0])).any()):
-        raise UsageError(
-            f"must lie in -1 .. {table.shape[0] - 1}, got {positions.min()} .. {positions.max()}",
-            where="window_record: positions",
-        )
-    rotated = rope_reference(rms_norm_reference(kv, norm_weight, eps), table, positions, False)
-    record = quantize_fp8_reference(rotated) if quantize else rotated.to(torch.float32)
+    inside = (positions >= -1) & (positions < table.shape[0])
+    check_values("window_record", "positions", inside, f"must lie in -1 .. {table.shape[0] - 1}")
+    rotated = rope(rms_norm(kv, norm_weight, eps), table, positions, False)
+    record = quantize_fp8(rotated) if quantize else rotated.to(torch.float32)
     return torch.where((positions >= 0).unsqueeze(1), record, 0)
 
 
@@ -97,4 +94,5 @@ window_record = Op(
     make_inputs=_make_inputs,
     # of bytes: a code may be the next one, where a bf16 was
     tolerance={torch.float32: (2e-6, 1e-6), torch.bfloat16: (0.0, 1.0)},
+    composite=True,
 )

@@ -17,9 +17,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else matrix.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    shape = x.shape
+    x = x.reshape(-1, *shape[-2:])
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
-        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    x = x.reshape(shape)
     return x if wide else x.mT
 
 

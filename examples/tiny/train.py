@@ -25,6 +25,7 @@ from deepinfer.graphs.config import ModelConfig, load_config
 from deepinfer.graphs.dense import StraightThrough, forward_dense
 from deepinfer.kernels.differentiable import use_native_rounding
 from deepinfer.kernels.native import load_host_library
+from deepinfer.kernels.training_library import load_training_library
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
@@ -202,6 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     load_host_library()
+    load_training_library()
     use_native_rounding(True)
     run = Run(options.data, options.run, options.tokens)
     if not options.export_only:

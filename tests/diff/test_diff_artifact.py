@@ -218,8 +218,8 @@ def compiled_wrong(
     layout = cache_layout(
         config, "float32", max_num_seqs=bounds.max_num_seqs, max_model_len=bounds.max_model_len
     )
-    weights = store_specs(config, bounds.max_model_len)
-    program = capture(spec, config, PRECISIONS["float32"], layout, weights)
+    weights = store_specs(config, bounds.max_model_len, packed=True)
+    program = capture(spec, config, PRECISIONS["float32"], layout, weights, fused=False)
     PassManager(PASSES_EXACT).run(program)
     change(program.graph_module)
     with_graph(source, folder / "wrong", program, spec, folder / "work")

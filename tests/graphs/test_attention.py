@@ -8,8 +8,10 @@ from graph_steps import Chunk, Request, decode_inputs, ragged_inputs, step_conte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.graphs.attention import _window, softmax_with_sink
+from deepinfer.graphs.attention import project
 from deepinfer.graphs.rope import WINDOW_TABLE
+from deepinfer.kernels import ring_write, window_record
+from deepinfer.kernels.sparse_attention import softmax_with_sink, window_records
 
 
 def attend(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -149,10 +151,19 @@ def test_sparse_attention_agrees_with_the_vendor(golden):
     assert error.pow(2).mean().sqrt() <= 2.2e-3 * expected.pow(2).mean().sqrt()
 
 
-def window_of(model, inputs, x, phase):
-    context = step_context(model, inputs, phase)
-    rotation = context.weights[WINDOW_TABLE][context.rows.positions]
-    return _window(context, 0, context.layer_weights(0), x, rotation)
+def window_of(model, inputs, x):
+    """The records that the rows of a step see, and which of them are real; keeps those of the rows."""
+    context, ring = step_context(model, inputs), model.caches["layers.0.window"]
+    weights, config = context.layer_weights(0), model.config
+    kv = project(context, weights, "attn.wkv", x)
+    settings = (weights["attn.kv_norm"], config.rms_norm_eps, context.weights[WINDOW_TABLE])
+    record = window_record(kv, *settings, inputs.positions, model.precision.quantized)
+    line = inputs.request_index
+    slots, starts = inputs.slot_ids[line], inputs.num_computed_tokens[line]
+    seen = window_records(record, ring, config.sliding_window, inputs.positions, slots, starts)
+    lines = (inputs.slot_ids, inputs.num_computed_tokens, inputs.row_counts)
+    ring_write(ring, record, inputs.positions, line, *lines)
+    return seen
 
 
 @pytest.mark.parametrize("precision", ["native", "float32"])
@@ -169,7 +180,7 @@ def test_the_window_holds_the_last_positions_and_no_other(new_model, config, pre
         for count in chunks:
             make = decode_inputs if phase == "decode" else ragged_inputs
             inputs = make([Chunk(request, start, count)], model.layout)
-            step_keys, step_visible = window_of(model, inputs, x[start : start + count], phase)
+            step_keys, step_visible = window_of(model, inputs, x[start : start + count])
             keys.append(step_keys)
             visible.append(step_visible)
             start += count

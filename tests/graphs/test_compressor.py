@@ -39,9 +39,18 @@ class Compressor:
         """Return the latents and the entries that close among `count` rows from `start` on."""
         make = decode_inputs if phase == "decode" else ragged_inputs
         inputs = make([Chunk(self.request, start, count)], self.model.layout)
-        context = step_context(self.model, inputs, phase, **self.weights)
-        latent, entries, emitted = write_compressed(context, self.layer, self.x[start : start + count])
-        return latent[emitted], entries[emitted]
+        seen = {}
+
+        def tap(layer: int, name: str, value: torch.Tensor) -> torch.Tensor:
+            seen[name] = value
+            return value
+
+        context = step_context(self.model, inputs, tap, **self.weights)
+        write_compressed(context, self.layer, self.x[start : start + count])
+        positions, ratio = torch.arange(start, start + count), self.model.config.ratio(self.layer)
+        emitted = (positions + 1) % ratio == 0
+        assert not seen["latent"][~emitted].any()  # rows that close no group carry none
+        return seen["latent"][emitted], positions[emitted] // ratio
 
     def records(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """Return the layer's compressed entries and open rows after `num_tokens` tokens."""

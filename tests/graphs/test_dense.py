@@ -8,8 +8,16 @@ from torch import Tensor
 from deepinfer.graphs.dense import StraightThrough, forward_dense
 from deepinfer.graphs.eager import EagerModel, eager_logits
 from deepinfer.kernels import dequantize_fp8
+from deepinfer.kernels import training_library as library
 from deepinfer.kernels.formats import dequantize_fp4_groups
 from deepinfer.kernels.linear_fp8 import dequantize_tiles
+
+
+@pytest.fixture(params=["torch", "library"], autouse=True)
+def training_library(request, monkeypatch) -> None:
+    """Every test runs on torch's own functions and on the training library."""
+    library.load_training_library()
+    monkeypatch.setattr(library, "_loaded", request.param == "library")
 
 
 @pytest.fixture(scope="module")

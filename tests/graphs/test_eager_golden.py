@@ -10,6 +10,7 @@ from golden import DECODE_CASES, TEXT_CASES, Golden, rms_ratio
 from graph_steps import Chunk, Request, decode_inputs, ragged_inputs, same_bytes
 
 from deepinfer.graphs.eager import EagerModel, eager_logits, single_request_inputs
+from deepinfer.kernels.index_topk import entries_of_blocks
 
 SIGMA = 0.981  # standard deviation of the golden logits
 
@@ -146,7 +147,7 @@ def test_native_sublayers_agree_on_golden_inputs(golden, forced, layer):
 
 @pytest.mark.parametrize("layer", range(8))
 def test_native_decisions_agree_exactly_on_golden_inputs(golden, forced, layer):
-    tap, _ = forced
+    tap, model = forced
     stored = golden["intermediates"]
     assert torch.equal(tap.values[f"L{layer}.router_picks"], stored[f"L{layer}.router_picks"].long())
     assert torch.allclose(
@@ -157,7 +158,8 @@ def test_native_decisions_agree_exactly_on_golden_inputs(golden, forced, layer):
         assert torch.equal(tap.values[f"L{layer}.topk"][:, : expected.shape[1]], expected)
     if f"L{layer}.candidates" in stored:
         expected = stored[f"L{layer}.candidates"].bool()
-        assert torch.equal(tap.values[f"L{layer}.candidates"][:, : expected.shape[1]], expected)
+        blocks, size = tap.values[f"L{layer}.candidates"], model.config.candidate_block_size
+        assert torch.equal(entries_of_blocks(blocks, size, expected.shape[1]), expected)
     if f"L{layer}.engram_hash_ids" in stored:
         assert torch.equal(
             tap.values[f"L{layer}.engram_hash_ids"], stored[f"L{layer}.engram_hash_ids"].long()

@@ -21,8 +21,10 @@ from model_dirs import release_config
 
 from deepinfer.graphs.config import parse_config
 from deepinfer.graphs.context import Scope
-from deepinfer.graphs.engram import engram, hash_ids, memory_gate, write_history_and_hash
+from deepinfer.graphs.engram import engram, hash_tokens
 from deepinfer.graphs.engram_tables import bucket_primes, multipliers
+from deepinfer.kernels.engram_gate import memory_gate
+from deepinfer.kernels.engram_ids import hash_tokens as hash_contexts
 
 # table rows of the last of the compressed ids 5, 17, 99091, 5 in the released model
 RELEASE_HASHES = {
@@ -64,6 +66,14 @@ def contexts(tokens: list[int], dead: list[bool]) -> tuple[torch.Tensor, torch.T
     ids = [[tokens[max(row - back, 0)] >> 1 for back in range(4)] for row in rows]
     alive = [[row >= back and not dead[row - back] for back in range(4)] for row in rows]
     return torch.tensor(ids), torch.tensor(alive)
+
+
+def hash_ids(context: torch.Tensor, alive: torch.Tensor, pad: int, tables: Scope) -> torch.Tensor:
+    """Table rows of contexts in which, from the first dead token on, all count as `pad` (9.4)."""
+    context = torch.where(alive.long().cumprod(1).bool(), context, pad)
+    return hash_contexts(
+        context, tables["engram.multipliers"], tables["engram.primes"], tables["engram.offsets"]
+    )
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -184,8 +194,8 @@ class Hasher:
     def feed(self, start: int, count: int, phase: str = "prefill") -> None:
         make = decode_inputs if phase == "decode" else ragged_inputs
         inputs = make([Chunk(self.request, start, count)], self.model.layout)
-        context = step_context(self.model, inputs, phase)
-        write_history_and_hash(context)
+        context = step_context(self.model, inputs)
+        hash_tokens(context)
         self.rows.append(torch.cat([context.engram_ids[layer] for layer in (1, 3)], dim=1))
 
     def ids(self) -> torch.Tensor:

@@ -1,16 +1,15 @@
 """Residual streams: the golden chain of collapse, mix, expand, and hand-made cases (spec 3.3-3.5, 18.5)."""
 
-import math
-
 import pytest
 import torch
 from graph_steps import bf16_ulps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.graphs.context import Scope, ordered_sum
-from deepinfer.graphs.hyper_connections import collapse, expand, first_stream, mix
-from deepinfer.kernels import rms_norm
+from deepinfer.graphs.context import Scope
+from deepinfer.graphs.hyper_connections import first_stream, mix
+from deepinfer.kernels import mhc_expand, rms_norm
+from deepinfer.kernels.mhc_collapse import weigh_streams
 from deepinfer.kernels.mhc_mix import mhc_coefficients
 
 LAYERS = range(8)
@@ -21,7 +20,7 @@ def test_collapse_and_norm_give_the_golden_sublayer_inputs(golden, config, weigh
     """The attention collapses with the former sublayer's weights, the FFN with the attention's (3.4)."""
     stored = golden["intermediates"]
     for streams, pre, part in (("R_in", "pre_in", "attn"), ("R_mid", "attn_pre", "ffn")):
-        collapsed = collapse(stored[f"L{layer}.{streams}"], stored[f"L{layer}.{pre}"])
+        collapsed = weigh_streams(stored[f"L{layer}.{streams}"], stored[f"L{layer}.{pre}"])
         x = rms_norm(collapsed, weights[f"layers.{layer}.{part}_norm"], config.rms_norm_eps)
         ulps = bf16_ulps(x, stored[f"L{layer}.{part}_x"])
         assert ulps.max() <= 1
@@ -32,7 +31,7 @@ def test_collapse_and_norm_give_the_golden_sublayer_inputs(golden, config, weigh
 def test_expand_gives_the_golden_streams_exactly(golden, layer):
     stored = golden["intermediates"]
     for part, before, after in (("attn", "R_in", "R_mid"), ("ffn", "R_mid", "R_out")):
-        residual = expand(
+        residual = mhc_expand(
             stored[f"L{layer}.{part}_y"],
             stored[f"L{layer}.{before}"],
             stored[f"L{layer}.{part}_post"],
@@ -52,7 +51,7 @@ def test_mix_gives_the_golden_coefficients(golden, config, weights, layer):
 
 def test_the_final_collapse_uses_the_last_ffn(golden, config, weights):
     stored = golden["intermediates"]
-    collapsed = collapse(stored["L7.R_out"], stored["L7.ffn_pre"])
+    collapsed = weigh_streams(stored["L7.R_out"], stored["L7.ffn_pre"])
     assert torch.equal(collapsed, stored["final_in"])
     assert bf16_ulps(rms_norm(collapsed, weights["norm"], config.rms_norm_eps), stored["final_h"]).max() <= 1
 
@@ -86,17 +85,17 @@ def test_columns_of_the_mixing_matrix_sum_to_one(seed, spread):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_output_and_identity_mixing_leave_the_streams_unchanged(dtype):
     residual = torch.randn(6, 4, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    comb = torch.eye(4).expand(6, 4, 4)
+    comb = torch.eye(4).repeat(6, 1, 1)
     y = torch.full((6, 32), 3.0, dtype=dtype)
-    assert torch.equal(expand(y, residual, torch.zeros(6, 4), comb), residual)
+    assert torch.equal(mhc_expand(y, residual, torch.zeros(6, 4), comb), residual)
 
 
 def test_the_first_index_of_the_mixing_matrix_is_the_source():
     residual = torch.tensor([[[1.0], [10.0]]])
     comb = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])  # stream 0 flows into stream 1, stream 1 nowhere
-    out = expand(torch.zeros(1, 1), residual, torch.zeros(1, 2), comb)
+    out = mhc_expand(torch.zeros(1, 1), residual, torch.zeros(1, 2), comb)
     assert out.flatten().tolist() == [0.0, 1.0]
-    out = expand(torch.tensor([[2.0]]), residual, torch.tensor([[0.5, 3.0]]), comb)
+    out = mhc_expand(torch.tensor([[2.0]]), residual, torch.tensor([[0.5, 3.0]]), comb)
     assert out.flatten().tolist() == [1.0, 7.0]
 
 
@@ -104,17 +103,17 @@ def test_the_first_sublayer_takes_stream_zero_alone():
     pre = first_stream(3, 4)
     assert pre.tolist() == [[1, 0, 0, 0]] * 3
     residual = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
-    assert torch.equal(collapse(residual, pre), residual[:, 0])
+    assert torch.equal(weigh_streams(residual, pre), residual[:, 0])
 
 
 def test_collapse_rounds_once():
     """256 + 1 + 1 is 258 in float32; rounding after each addition would stay at 256."""
     residual = torch.tensor([256.0, 1.0, 1.0, 0.0]).reshape(1, 4, 1).bfloat16()
-    assert collapse(residual, torch.ones(1, 4)).item() == 258.0
+    assert weigh_streams(residual, torch.ones(1, 4)).item() == 258.0
 
 
 def test_sums_over_streams_run_first_to_last():
-    terms = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)]).unsqueeze(0)
-    assert ordered_sum(terms, 1).item() == 0.0
-    assert ordered_sum(terms.flip(1), 1).item() == 2.0
-    assert math.isclose(ordered_sum(torch.tensor([[0.25, 0.5]]), 1).item(), 0.75)
+    terms = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)]).reshape(1, 4, 1)
+    assert weigh_streams(terms, torch.ones(1, 4)).item() == 0.0
+    assert weigh_streams(terms.flip(1), torch.ones(1, 4)).item() == 2.0
+    assert weigh_streams(torch.tensor([[[0.25], [0.5]]]), torch.ones(1, 2)).item() == 0.75

@@ -1,6 +1,7 @@
 """Picking of compressed entries against plain definitions (spec 7.3-7.5, 18.8)."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from graph_steps import Chunk, Request, ragged_inputs, step_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import deepinfer.graphs.indexer as indexer
-from deepinfer.graphs.indexer import candidate_entries, pick_entries, top_entries
+from deepinfer.graphs.indexer import pick_entries
+from deepinfer.kernels.index_topk import best as top_entries
+from deepinfer.kernels.index_topk import best_blocks, entries_of_blocks
 
 # few distinct values, so that ties are the rule
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.0, 0.5, 2.0])
@@ -20,7 +22,7 @@ def best_entries(scores: list[float], count: int) -> list[int]:
     """The definition: higher score first, then lower index; ascending, padded with -1."""
     shown = [entry for entry in range(len(scores)) if scores[entry] > LOW]
     picks = sorted(sorted(shown, key=lambda entry: (-scores[entry], entry))[:count])
-    return picks + [-1] * (min(count, len(scores)) - len(picks))
+    return picks + [-1] * (count - len(picks))
 
 
 def kept_entries(scores: list[float], visible: int, size: int, count: int) -> list[bool]:
@@ -32,6 +34,16 @@ def kept_entries(scores: list[float], visible: int, size: int, count: int) -> li
     best = sorted(range(len(blocks)), key=lambda block: (-value[block], block))[:count]
     kept = {block for block in best if value[block] > LOW}
     return [entry // size in kept for entry in range(len(scores))]
+
+
+def candidate_entries(scores: torch.Tensor, visible: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """The entries of the best blocks, as a mask; blocks are ascending, -1 padded to `count`."""
+    blocks = best_blocks(scores, visible, size, count)
+    assert blocks.shape == (scores.shape[0], count)
+    for row in blocks.tolist():
+        used = [block for block in row if block >= 0]
+        assert row == sorted(set(used)) + [-1] * (count - len(used))
+    return entries_of_blocks(blocks, size, scores.shape[1])
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,7 +78,7 @@ def test_equal_scores_go_to_the_lower_index():
 def test_all_entries_are_picked_when_there_are_no_more_than_asked_for():
     scores = torch.tensor([[0.0, -5.0, 2.0]])
     assert top_entries(scores, 3).tolist() == [[0, 1, 2]]
-    assert top_entries(scores, 512).tolist() == [[0, 1, 2]]
+    assert top_entries(scores, 512).tolist() == [[0, 1, 2] + [-1] * 509]
 
 
 def test_a_shortfall_is_padded_with_minus_one():
@@ -106,9 +118,8 @@ def test_candidates_agree_with_the_vendor(golden, count, size):
     visible = stored["cand.visible"].long()
     scores = stored["cand.scores"].float()
     scores = torch.where(torch.arange(scores.shape[1]) < visible.unsqueeze(1), scores, LOW)
-    assert torch.equal(
-        candidate_entries(scores, visible, size, count).byte(), stored[f"cand.k{count}_b{size}"]
-    )
+    expected = stored[f"cand.k{count}_b{size}"].bool()
+    assert torch.equal(candidate_entries(scores, visible, size, count), expected)
 
 
 class Names:
@@ -131,9 +142,15 @@ def pick(new_model, monkeypatch):
         request = Request([0] * (start + count))
         inputs = ragged_inputs([Chunk(request, start, count)], model.layout, padding_rows=1)
         context = step_context(model, inputs, tap=tap)
+        rows, config = count + 1, model.config
+        x, latent_query = torch.zeros(rows, config.hidden_size), torch.zeros(rows, config.q_lora_rank)
         for layer in layers:
-            monkeypatch.setattr(indexer, "_scores", lambda *_, layer=layer: scores[layer])
-            pick_entries(context, layer, torch.empty(0), torch.empty(0))
+
+            def given(query, head_weights, keys, layer=layer):
+                return scores[layer][:, : keys.shape[1]]
+
+            monkeypatch.setattr(sys.modules["deepinfer.kernels.index_topk"], "_scores", given)
+            pick_entries(context, layer, x, latent_query)
         return context, tap.values
 
     return run
@@ -168,7 +185,9 @@ def test_the_source_of_candidates_picks_unmasked_and_later_sources_masked(pick, 
     later[:, 4:8] = 50  # best of all, but in the block that was not kept
     context, tap = pick([4, 6], {4: source, 6: later}, 19, 1)
     kept = [*range(4), *range(8, 20)]
-    assert tap[4, "candidates"][0].nonzero().flatten().tolist() == kept
+    assert tap[4, "candidates"].tolist() == [[0, 2, 3, 4], [-1] * 4]
+    assert (4, "index_score") in tap
+    assert (6, "candidates") not in tap
     assert context.picks[4][0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert context.picks[6][0].tolist() == kept[:8]
     assert config.candidate_topk_blocks * config.candidate_block_size == 16

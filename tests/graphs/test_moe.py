@@ -4,12 +4,28 @@ import dataclasses
 
 import pytest
 import torch
+from golden import rms_ratio
 from graph_steps import bf16_ulps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.graphs.moe import clamped_swiglu, route
-from deepinfer.kernels import linear, linear_fp8
+from deepinfer.graphs.context import Scope
+from deepinfer.kernels import linear_fp8, moe_experts, moe_gate, shared_expert
+from deepinfer.kernels.moe_experts import clamped_swiglu
+
+
+def gate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, config) -> tuple[torch.Tensor, ...]:
+    """Logits, picks and weights of the router under a configuration."""
+    count, normalised = config.num_experts_per_tok, config.norm_topk_prob
+    factor = config.routed_scaling_factor
+    return moe_gate(x, weight, bias, torch.arange(len(x)), count, normalised, factor)
+
+
+def route(logits: torch.Tensor, bias: torch.Tensor, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """The router's choice for given logits: they are its input, the weight is the identity."""
+    same, picks, weights = gate(logits, torch.eye(logits.shape[1]), bias, config)
+    assert torch.equal(same, logits)
+    return picks, weights
 
 
 def top(config, count: int, **changes):
@@ -30,8 +46,8 @@ def test_router_agrees_with_the_vendor(golden, config, bias, image):
     kernels = golden["kernels"]
     rows = kernels["router.image_mask"].bool() == image
     assert rows.any()
-    logits = linear(kernels["router.x"], kernels["router.weight"], torch.float32)
-    picks, weights = route(logits, kernels[f"router.{bias}"], config)
+    names = ("x", "weight", bias)
+    _, picks, weights = gate(*(kernels[f"router.{name}"] for name in names), config)
     assert torch.equal(picks[rows].short(), kernels["router.picks"][rows])
     assert torch.allclose(weights[rows], kernels["router.weights"][rows], rtol=1e-6, atol=1e-7)
 
@@ -129,6 +145,30 @@ def test_an_expert_agrees_with_the_vendor(golden, weighted, output):
     if weighted:
         hidden = hidden * stored["expert.route_weight"].float().unsqueeze(1)
     y = linear_fp8(hidden.to(x.dtype), stacked("w2"), stacked("w2_scale"), True).squeeze(1)
+    if not weighted:
+        matrices = (stacked("w1", "w3"), stacked("w1_scale", "w3_scale"), stacked("w2"), stacked("w2_scale"))
+        assert torch.equal(shared_expert(x, torch.zeros(x.shape), *matrices, 1.0, True), y)
     ulps = bf16_ulps(y, stored[f"expert.{output}"])
     assert (ulps > 0).float().mean() <= 0.01
     assert torch.allclose(y.float(), stored[f"expert.{output}"].float(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", range(8))
+def test_golden_inputs_give_the_golden_picks_and_outputs(golden, config, weights, layer):
+    """Router, routed experts and shared expert, each fed with what the reference feeds it (8.1-8.4)."""
+    stored, scope = golden["intermediates"], Scope(weights, layer)
+    x, picks = stored[f"L{layer}.ffn_x"], stored[f"L{layer}.router_picks"].long()
+    shares = stored[f"L{layer}.router_weights"].float()
+    _, got_picks, got_shares = gate(x, scope["ffn.gate.weight"], scope["ffn.gate.bias"], config)
+    assert torch.equal(got_picks, picks)
+    assert torch.allclose(got_shares, shares, atol=1e-6)
+
+    def matrices(stem: str) -> list[torch.Tensor]:
+        return [scope[f"ffn.{stem}.{name}.{part}"] for name in ("w13", "w2") for part in ("weight", "scale")]
+
+    settings = (config.swiglu_limit, True)
+    routed = moe_experts(x, picks, shares, *matrices("experts"), *settings)
+    assert routed.dtype == torch.float32
+    y = shared_expert(x, routed, *matrices("shared_experts"), *settings)
+    assert y.dtype == torch.bfloat16
+    assert rms_ratio(y, stored[f"L{layer}.ffn_y"]) <= 2e-3

@@ -12,12 +12,12 @@ from deepinfer.graphs.config import parse_config
 from deepinfer.graphs.rope import (
     COMPRESSED_TABLE,
     WINDOW_TABLE,
-    apply_rope,
     inverse_frequencies,
     rope_table,
     rope_tables,
     table_for_layer,
 )
+from deepinfer.kernels.rope import rotate
 
 RELEASE = parse_config(release_config())
 
@@ -86,17 +86,17 @@ def test_rotations_equal_the_vendor_bit_for_bit(golden, name):
     kernels = golden["kernels"]
     cos_sin = torch.cat((kernels[f"rope.{name}.cos"], kernels[f"rope.{name}.sin"]), dim=-1)
     x = kernels[f"rope.{name}.x"]
-    assert torch.equal(apply_rope(x, cos_sin), kernels[f"rope.{name}.y"])
-    assert torch.equal(apply_rope(x, cos_sin, inverse=True), kernels[f"rope.{name}.y_inverse"])
+    assert torch.equal(rotate(x, cos_sin, False), kernels[f"rope.{name}.y"])
+    assert torch.equal(rotate(x, cos_sin, True), kernels[f"rope.{name}.y_inverse"])
 
 
 def test_only_the_tail_rotates_in_interleaved_pairs():
     """Position 1 of a table with one pair: (u, v) turns by one radian, everything before stays."""
     table = rope_table(2, 10000.0, None, 2)
-    rotated = apply_rope(torch.tensor([[5.0, 7.0, 1.0, 0.0]]), table[1:])
+    rotated = rotate(torch.tensor([[5.0, 7.0, 1.0, 0.0]]), table[1:], False)
     assert rotated[0].tolist() == pytest.approx([5.0, 7.0, 0.54030231, 0.84147098])
     wide = rope_table(4, 10000.0, None, 2)[1:]
-    rotated = apply_rope(torch.tensor([[0.0, 0.0, 1.0, 0.0]]), wide)
+    rotated = rotate(torch.tensor([[0.0, 0.0, 1.0, 0.0]]), wide, False)
     assert rotated[0, :2].tolist() == [0, 0]
     assert rotated[0, 2:].tolist() == pytest.approx([0.99995, 0.00999983])
 
@@ -104,9 +104,9 @@ def test_only_the_tail_rotates_in_interleaved_pairs():
 def test_a_row_rotates_all_its_heads_by_its_own_position():
     table = rope_table(16, 160000.0, RELEASE.rope_scaling, 100)[[3, 99]]
     x = torch.randn(2, 3, 24, generator=torch.Generator().manual_seed(0))
-    together = apply_rope(x, table)
+    together = rotate(x, table, False)
     for head in range(3):
-        assert torch.equal(together[:, head], apply_rope(x[:, head], table))
+        assert torch.equal(together[:, head], rotate(x[:, head], table, False))
 
 
 @settings(max_examples=40, deadline=None)
@@ -114,7 +114,7 @@ def test_a_row_rotates_all_its_heads_by_its_own_position():
 def test_the_inverse_undoes_the_rotation(release_tables, position, seed, yarn):
     cos_sin = release_tables[COMPRESSED_TABLE if yarn else WINDOW_TABLE][[position]]
     x = torch.randn(1, 2, 96, generator=torch.Generator().manual_seed(seed))
-    back = apply_rope(apply_rope(x, cos_sin), cos_sin, inverse=True)
+    back = rotate(rotate(x, cos_sin, False), cos_sin, True)
     assert torch.allclose(back, x, atol=2e-6)
     assert torch.equal(back[..., :32], x[..., :32])
 
@@ -131,8 +131,8 @@ def test_products_depend_on_the_distance_alone(release_tables, distance, first, 
     query, key = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(seed))
 
     def product(position: int) -> torch.Tensor:
-        rotated_key = apply_rope(key, table[[position]])
-        return (apply_rope(query, table[[position + distance]]) * rotated_key).sum()
+        rotated_key = rotate(key, table[[position]], False)
+        return (rotate(query, table[[position + distance]], False) * rotated_key).sum()
 
     scale = query.norm() * key.norm()
     assert abs(product(first) - product(second)) <= 2e-4 * scale  # angles are float32: 1e3 * 6e-8

@@ -1,12 +1,11 @@
-"""Gate of the n-gram memory: golden layers, hand values, float64, the step functions, extremes."""
+"""Gate of the n-gram memory: golden layers, hand values, float64, the order of roundings, extremes."""
 
 import pytest
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.engram import memory_gate
 from deepinfer.kernels import engram_gate
-from deepinfer.kernels.engram_gate import memory_gate as gate_of
+from deepinfer.kernels.engram_gate import memory_gate
 
 ROUTES = ("reference", "native")
 EPS = 1e-20
@@ -57,11 +56,19 @@ def test_close_to_float64(route, streams, width):
     torch.testing.assert_close(got.double(), r + gate.unsqueeze(-1) * kv[:, -1:], rtol=1e-4, atol=1e-5)
 
 
-def test_the_reference_gives_the_values_of_the_step_functions(same_bytes):
+def plain_gate(residual, key, weight):
+    """The gate as written in the spec, every operation in float32."""
+    dot = (residual * weight * key).sum(-1)
+    dot = dot * torch.rsqrt(residual.pow(2).mean(-1) + EPS) * torch.rsqrt(key.pow(2).mean(-1) + EPS)
+    dot = dot * residual.shape[-1] ** -0.5
+    return torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
+
+
+def test_the_reference_computes_in_float32_and_rounds_once(same_bytes):
     residual, key_and_value, weight = case(8, 4, 128, torch.bfloat16)
-    key = key_and_value[:, :-128].unflatten(1, (4, 128))
-    gate = memory_gate(residual, key, weight, EPS)
-    same_bytes(gate_of(residual.float(), key.float(), weight, EPS), gate)
+    key = key_and_value[:, :-128].unflatten(1, (4, 128)).float()
+    gate = plain_gate(residual.float(), key, weight)
+    same_bytes(memory_gate(residual.float(), key, weight, EPS), gate)
     want = residual.float() + gate.unsqueeze(-1) * key_and_value[:, -128:].float().unsqueeze(1)
     same_bytes(engram_gate.reference(residual, key_and_value, weight, EPS), want.to(residual.dtype))
 

@@ -4,9 +4,22 @@ import pytest
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.hyper_connections import collapse
 from deepinfer.kernels import mhc_collapse, rms_norm
 from deepinfer.kernels.mhc_collapse import weigh_streams
+
+
+def ordered_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """First to last."""
+    first, *rest = terms.unbind(dim)
+    for term in rest:
+        first = first + term
+    return first
+
+
+def collapse(residual: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """The plain form: float32 sum of the streams, rounded once."""
+    return ordered_sum(pre.unsqueeze(-1) * residual.float(), 1).to(residual.dtype)
+
 
 ROUTES = ("reference", "native")
 EPS = 1e-20

@@ -4,8 +4,22 @@ import pytest
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.hyper_connections import expand
 from deepinfer.kernels import mhc_expand
+
+
+def ordered_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """First to last."""
+    first, *rest = terms.unbind(dim)
+    for term in rest:
+        first = first + term
+    return first
+
+
+def expand(y: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """The plain form."""
+    mixed = ordered_sum(comb.unsqueeze(-1) * residual.float().unsqueeze(2), 1)
+    return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(residual.dtype)
+
 
 ROUTES = ("reference", "native")
 

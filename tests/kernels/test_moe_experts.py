@@ -6,10 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.moe import clamped_swiglu as plain_swiglu
 from deepinfer.kernels import linear_fp4, moe_experts
 from deepinfer.kernels.formats import dequantize_fp4_groups
 from deepinfer.kernels.packing import pack_linear_fp4
+
+
+def plain_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """The plain form, float32."""
+    gate, up = gate_and_up.float().chunk(2, dim=-1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate) * up
+
 
 ROUTES = ("reference", "native")
 

@@ -4,8 +4,22 @@ import pytest
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.rope import apply_rope, rope_table
+from deepinfer.graphs.rope import rope_table
 from deepinfer.kernels import rope
+
+
+def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool) -> torch.Tensor:
+    """The plain form: interleaved pairs of the tail, float32 inside."""
+    rope_dim = cos_sin.shape[-1]
+    for _ in range(x.dim() - 2):
+        cos_sin = cos_sin.unsqueeze(1)
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    fixed, tail = x[..., :-rope_dim], x[..., -rope_dim:]
+    u, v = tail.float()[..., 0::2], tail.float()[..., 1::2]
+    turned = torch.stack((u * cos - v * sin, u * sin + v * cos), dim=-1).flatten(-2)
+    return torch.cat((fixed, turned.to(x.dtype)), dim=-1)
+
 
 ROUTES = ("reference", "native")
 

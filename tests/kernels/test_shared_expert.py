@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.graphs.moe import clamped_swiglu as plain_swiglu
 from deepinfer.kernels import linear_fp8, shared_expert
 from deepinfer.kernels.linear_fp8 import dequantize_tiles
 from deepinfer.kernels.packing import pack_linear_fp8
+
+
+def plain_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """The plain form, float32."""
+    gate, up = gate_and_up.float().chunk(2, dim=-1)
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate) * up
+
 
 ROUTES = ("reference", "native")
 

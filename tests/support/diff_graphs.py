@@ -79,7 +79,7 @@ class GoldenGraphs:
         self.programs = {}
         for spec in specs:
             weights = store_specs(config, MAX_MODEL_LEN)
-            program = capture(spec, config, PRECISIONS[precision], layout, weights)
+            program = capture(spec, config, PRECISIONS[precision], layout, weights, fused=False)
             PassManager(PASSES_EXACT).run(program)
             self.programs[spec.name] = program
         self._layout = layout

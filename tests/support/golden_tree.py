@@ -67,7 +67,7 @@ def planned_manifest(model_dir: Path) -> bytes:
     build = compile._resolve(model_dir, OPTIONS)
     sources = compile._open_sources(build)
     digest = hashlib.sha256()
-    specs = compile.store_specs(build.config, build.options.max_model_len or 0)
+    specs = compile.store_specs(build.config, build.options.max_model_len or 0, packed=True)
     size = write_weight_file(digest.update, specs, sources.weights)
     manifest = compile._manifest(build, sources, load_host_library(), size)
     return manifest_facts(manifest, digest.hexdigest())

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from deepinfer.graphs.cache_layout import BLOCK_TOKENS, CacheLayout, cache_layout
-from deepinfer.graphs.caches import PhaseName, RegionCaches
+from deepinfer.graphs.caches import RegionCaches
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.context import StepContext, Tap, unchanged
 from deepinfer.graphs.eager import EagerModel
 from deepinfer.graphs.records import PRECISIONS, PrecisionName
-from deepinfer.graphs.rows import Rows, StepInputs
+from deepinfer.graphs.rows import StepInputs
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,13 @@ def make_model(
 def step_context(
     model: EagerModel,
     inputs: StepInputs,
-    phase: PhaseName = "prefill",
     tap: Tap = unchanged,
     **weights: Tensor,
 ) -> StepContext:
     """Return the context of one step, to call a layer's parts by themselves; `weights` replace some."""
     merged: Mapping[str, Tensor] = {**model.weights, **weights}
-    rows = Rows.from_inputs(inputs)
-    return StepContext(
-        model.config, model.precision, merged, RegionCaches(rows, phase, model.caches), rows, tap
-    )
+    caches = RegionCaches(inputs, model.caches, model.precision.quantized)
+    return StepContext(model.config, model.precision, merged, caches, inputs, tap, with_scores=True)
 
 
 def records_of(model: EagerModel, request: Request, num_tokens: int) -> dict[str, Tensor]:
