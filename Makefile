@@ -26,8 +26,9 @@ endif
 .PHONY: demo test test-all check bench clean
 
 demo: $(READY)
-	$(BIN)/deepinfer-compile examples/v41-tiny -o demo-artifact --precision float32 --force
-	$(BIN)/deepinfer generate demo-artifact --prompt-token-ids 237,475,301,316 --max-tokens 16
+	$(BIN)/deepinfer-compile examples/tiny/checkpoint -o demo-artifact --force
+	$(BIN)/deepinfer generate demo-artifact --prompt "It was a fine morning, and Elizabeth" \
+		--max-tokens 150 --temperature 0.7 --seed 1
 
 test: $(READY)
 	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
