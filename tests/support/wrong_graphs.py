@@ -100,7 +100,9 @@ def sink_scaled_like_a_score(place: Place) -> None:
 
 def window_one_shorter(place: Place) -> None:
     offsets = only(calls(place.attention, aten.arange.start_step, 15, -1, -1))
-    change(offsets, 0, 15, 14)
+    real = user(user(offsets, aten.sub.Tensor), aten.ge.Scalar)
+    inside = place.insert(real, aten.lt.Scalar, offsets, 15)
+    replace(real, place.insert(inside, aten.bitwise_and.Tensor, real, inside))
 
 
 def router_without_scale(place: Place) -> None:
@@ -127,8 +129,11 @@ def index_without_relu(place: Place) -> None:
 def one_pick_fewer(place: Place) -> None:
     slices = [node for node in calls(place.attention, aten.slice.Tensor, 1, 0, 8)]
     assert len(slices) == 2  # of the sorted scores and of their indices
-    for node in slices:
-        change(node, 3, 8, 7)
+    scores = only([node for node in slices if any(use.target == aten.gt.Scalar for use in node.users)])
+    found = user(scores, aten.gt.Scalar)
+    numbers = place.insert(found, aten.arange.default, 8)
+    inside = place.insert(numbers, aten.lt.Scalar, numbers, 7)
+    replace(found, place.insert(inside, aten.bitwise_and.Tensor, found, inside))
 
 
 def _clamps(place: Place, *bounds: object) -> list[fx.Node]:
@@ -188,8 +193,8 @@ def engram_plain_sigmoid(place: Place) -> None:
 
 
 def newest_block_not_pinned(place: Place) -> None:
-    pinned = only(calls(place.attention, aten.where.ScalarSelf))
-    assert pinned.args[1] == float("inf")
+    choices = calls(place.attention, aten.where.ScalarSelf)
+    pinned = only([node for node in choices if node.args[1] == float("inf")])
     replace(pinned, pinned.args[2])  # type: ignore[arg-type]
 
 
