@@ -4,9 +4,8 @@ Tracing runs on fake tensors: no weight is read, and a model of any size can be 
 caches are lifted, so that a graph names them but holds none of their values.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from deepinfer.graphs.context import unchanged
 from deepinfer.graphs.records import Precision
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_step, logits_step
-from deepinfer.kernels import Op, captured_ops
-from deepinfer.kernels.registry import routed_ops
+from deepinfer.kernels import captured_ops
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -145,28 +143,6 @@ def capture(
             where=spec.name,
             action="report it with the config",
         ) from error
-
-
-def recorded_calls(
-    spec: GraphSpec, config: ModelConfig, precision: Precision, layout: CacheLayout, weight_specs: WeightSpecs
-) -> list[tuple[Op, tuple[Any, ...]]]:
-    """Return every operation that a step calls, with its arguments as fake tensors, in order.
-
-    The step functions run once on their operations' shape rules alone: nothing is computed or traced.
-    """
-    calls: list[tuple[Op, tuple[Any, ...]]] = []
-
-    def record(op: Op) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            calls.append((op, arguments))
-            return op.fake(*arguments)
-
-        return call
-
-    with FakeTensorMode(), routed_ops(record), torch.no_grad():
-        module, arguments = _captured_module(spec, config, precision, layout, weight_specs)
-        module(*arguments)
-    return calls
 
 
 def _captured_module(

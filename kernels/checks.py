@@ -82,15 +82,3 @@ def check_values(op: str, name: str, fine: torch.Tensor, message: str) -> None:
     """Every element of `fine` must hold; a trace, which has no values, checks nothing."""
     if not torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not bool(fine.all()):
         raise UsageError(message, where=f"{op}: {name}")
-
-
-def write_kept(
-    region: torch.Tensor, first: torch.Tensor, second: torch.Tensor, values: torch.Tensor, kept: torch.Tensor
-) -> None:
-    """Write row t of `values [T, r]` to `region[first[t], second[t]]` where `kept [T]`.
-
-    The others give block or slot 0, which nobody owns, what it has: the number of writes is always T.
-    """
-    address = (torch.where(kept, first, 0), torch.where(kept, second, 0))
-    old = region[address]
-    region.index_put_(address, torch.where(kept.unsqueeze(1), values.to(region.dtype), old))

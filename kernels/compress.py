@@ -25,13 +25,14 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor, write_kept
-from deepinfer.kernels.formats import FP4_GROUP
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.formats import FP4_GROUP, ordered_sum
 from deepinfer.kernels.index_topk import check_paged_rows, check_records
 from deepinfer.kernels.linear import linear
 from deepinfer.kernels.packing import check_linear_weight, linear_outputs
 from deepinfer.kernels.quantize_fp4 import quantize_fp4
 from deepinfer.kernels.registry import Op
+from deepinfer.kernels.ring_write import write_kept
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import MAX_ROTATED, rotate
 
@@ -128,15 +129,8 @@ def _pool(
     before = torch.where(in_step, parked[own_row], from_ring)
     values, gates = torch.cat((before, parked.unsqueeze(1)), dim=1).chunk(2, dim=-1)
     shares = torch.exp(gates - gates.amax(1, keepdim=True))
-    shares = shares / _ordered_sum(shares).unsqueeze(1)
-    return _ordered_sum(values * shares)
-
-
-def _ordered_sum(terms: torch.Tensor) -> torch.Tensor:
-    total, *rest = terms.unbind(1)
-    for term in rest:
-        total = total + term
-    return total
+    shares = shares / ordered_sum(shares, 1).unsqueeze(1)
+    return ordered_sum(values * shares, 1)
 
 
 def compress_reference(

@@ -118,6 +118,14 @@ def dequantize_fp4_groups(packed: torch.Tensor, scale: torch.Tensor, scale_forma
     return (groups * factor.unsqueeze(-1)).flatten(-2)
 
 
+def ordered_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """Add along a short `dim` first to last, so that the order of additions is part of the definition."""
+    total, *others = terms.unbind(dim)
+    for other in others:
+        total = total + other
+    return total
+
+
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
     """Zero rows up to a multiple of 8 on the first axis.
 

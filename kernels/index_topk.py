@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
-from deepinfer.kernels.formats import FP4_GROUP
+from deepinfer.kernels.formats import FP4_GROUP, ordered_sum
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4, quantize_fp4_reference
 from deepinfer.kernels.registry import Op
 
@@ -138,10 +138,7 @@ def entries_of_blocks(blocks: torch.Tensor, size: int, num_entries: int) -> torc
 
 def _scores(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     terms = torch.matmul(query, keys.transpose(1, 2)).relu() * head_weights.float().unsqueeze(-1)
-    total, *rest = terms.unbind(1)
-    for term in rest:
-        total = total + term
-    return total
+    return ordered_sum(terms, 1)
 
 
 def index_topk_reference(

@@ -15,6 +15,7 @@ import torch
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
+from deepinfer.kernels.formats import ordered_sum
 from deepinfer.kernels.registry import Op
 from deepinfer.kernels.rms_norm import rms_norm
 
@@ -30,10 +31,7 @@ def _check(residual: torch.Tensor, pre: torch.Tensor, norm_weight: torch.Tensor)
 
 def weigh_streams(residual: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """The sum `[T, D]` before the norm, streams first to last, rounded to the dtype of `residual`."""
-    total, *others = (pre.unsqueeze(-1) * residual.to(torch.float32)).unbind(1)
-    for stream in others:
-        total = total + stream
-    return total.to(residual.dtype)
+    return ordered_sum(pre.unsqueeze(-1) * residual.to(torch.float32), 1).to(residual.dtype)
 
 
 def mhc_collapse_reference(

@@ -15,6 +15,7 @@ import torch
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
+from deepinfer.kernels.formats import ordered_sum
 from deepinfer.kernels.registry import Op
 
 
@@ -34,9 +35,7 @@ def mhc_expand_reference(
 ) -> torch.Tensor:
     """The definition; see the module text."""
     _check(y, residual, post, comb)
-    mixed, *others = (comb.unsqueeze(-1) * residual.to(torch.float32).unsqueeze(2)).unbind(1)
-    for source in others:
-        mixed = mixed + source
+    mixed = ordered_sum(comb.unsqueeze(-1) * residual.to(torch.float32).unsqueeze(2), 1)
     return (post.unsqueeze(-1) * y.to(torch.float32).unsqueeze(1) + mixed).to(residual.dtype)
 
 

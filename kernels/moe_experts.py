@@ -18,7 +18,7 @@ import torch
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
-from deepinfer.kernels.formats import FP8_GROUP, pad_rows
+from deepinfer.kernels.formats import FP8_GROUP, ordered_sum, pad_rows
 from deepinfer.kernels.linear_fp4 import linear_fp4
 from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs
 from deepinfer.kernels.registry import Op
@@ -84,10 +84,7 @@ def moe_experts_reference(
     weights = expert_weights.gather(1, order)
     gate_and_up = linear_fp4(x.unsqueeze(1), w13, w13_scale, ids, quantize)
     hidden = (weights.unsqueeze(-1) * clamped_swiglu(gate_and_up, swiglu_limit)).to(x.dtype)
-    total, *others = linear_fp4(hidden, w2, w2_scale, ids, quantize).float().unbind(1)
-    for other in others:
-        total = total + other
-    return total
+    return ordered_sum(linear_fp4(hidden, w2, w2_scale, ids, quantize).float(), 1)
 
 
 def moe_experts_fake(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_tensor
-from deepinfer.kernels.formats import pad_rows
+from deepinfer.kernels.formats import ordered_sum, pad_rows
 from deepinfer.kernels.linear import linear
 from deepinfer.kernels.packing import check_linear_weight, linear_outputs
 from deepinfer.kernels.registry import Op
@@ -52,10 +52,7 @@ def route(
     picks = order[:, :top_k]
     weights = scores.gather(1, picks)
     if norm_topk_prob and top_k > 1:
-        total, *others = weights.unbind(1)
-        for other in others:
-            total = total + other
-        weights = weights / (total.unsqueeze(1) + EPSILON)
+        weights = weights / (ordered_sum(weights, 1).unsqueeze(1) + EPSILON)
     return picks, weights * routed_scaling_factor
 
 

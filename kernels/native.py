@@ -127,11 +127,17 @@ def library_key(isa: str, *, compiler: str = "g++", source_dir: Path = SOURCE_DI
     files: dict[str, bytes] = {}
     for source in source_dir.glob("*.cpp"):
         files |= _with_headers(source)
+    flags = [*COMPILE_FLAGS, *_include_flags(""), *LINK_FLAGS, *_library_flags("")]
+    return _key(files, flags, isa, compiler_version(compiler))
+
+
+def _key(files: dict[str, bytes], flags: list[str], isa: str, version: str) -> str:
+    """Hash of sources, flags, level, compiler and torch."""
     inputs = {
         "sources": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
-        "flags": [*COMPILE_FLAGS, *_include_flags(""), *LINK_FLAGS, *_library_flags("")],
+        "flags": flags,
         "march": ISA_LEVELS[isa][0],
-        "compiler": compiler_version(compiler),
+        "compiler": version,
         "torch": [torch.__version__, torch.version.git_version],
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -149,19 +155,6 @@ def _with_headers(source: Path) -> dict[str, bytes]:
             included = re.findall(rb'^\s*#\s*include\s+"([^"]+)"', found[name], re.MULTILINE)
             waiting += [path.parent / os.fsdecode(each) for each in included]
     return found
-
-
-def _object_key(source: Path, isa: str, compiler: str) -> str:
-    """Hash of everything that determines the bytes of one source's object."""
-    files = _with_headers(source)
-    inputs = {
-        "sources": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
-        "flags": [*COMPILE_FLAGS, *_include_flags("")],
-        "march": ISA_LEVELS[isa][0],
-        "compiler": compiler_version(compiler),
-        "torch": [torch.__version__, torch.version.git_version],
-    }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def compiler_version(compiler: str = "g++") -> str:
@@ -248,19 +241,21 @@ def _compile(isa: str, target: Path, compiler: str, source_dir: Path) -> None:
     flags = [*COMPILE_FLAGS, f"-march={ISA_LEVELS[isa][0]}", *_include_flags(str(torch_dir / "include"))]
     sources = sorted(path.name for path in source_dir.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
-        objects = [str(Path(scratch) / f"{source}.o") for source in sources]
+        version, key_flags = compiler_version(compiler), [*COMPILE_FLAGS, *_include_flags("")]
 
-        def compile_one(source: str, output: str) -> None:
+        def compile_one(source: str) -> str:
             # A library with one changed source reuses the objects of the others.
-            kept = target.parent / f"{_object_key(source_dir / source, isa, compiler)[:32]}.o"
+            key = _key(_with_headers(source_dir / source), key_flags, isa, version)
+            kept = target.parent / f"{key[:32]}.o"
             if not kept.exists():
                 # Named relative to their folder, so that no path of this machine can enter the bytes.
-                _run([command, *flags, "-c", source, "-o", output], cwd=source_dir, scratch=scratch)
-                Path(output).replace(kept)
-            shutil.copyfile(kept, output)
+                output = Path(scratch) / f"{source}.o"
+                _run([command, *flags, "-c", source, "-o", str(output)], cwd=source_dir, scratch=scratch)
+                output.replace(kept)
+            return str(kept)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_one, sources, objects))
+            objects = list(pool.map(compile_one, sources))
         output = Path(scratch) / LIBRARY_NAME
         link = [command, *LINK_FLAGS, "-o", str(output), *objects, *_library_flags(str(torch_dir / "lib"))]
         _run(link, scratch=scratch)

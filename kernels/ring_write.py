@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.checks import check_region, check_tensor, check_values, write_kept
+from deepinfer.kernels.checks import check_region, check_tensor, check_values
 from deepinfer.kernels.registry import Op
 
 _DTYPES = (torch.uint8, torch.int32, torch.float32)
@@ -39,6 +39,18 @@ def _check(
     lines = slot_ids.shape[0]
     check_tensor("ring_write", "num_computed_tokens", num_computed_tokens, (lines,), _INT64)
     check_tensor("ring_write", "row_counts", row_counts, (lines,), _INT64)
+
+
+def write_kept(
+    region: torch.Tensor, first: torch.Tensor, second: torch.Tensor, values: torch.Tensor, kept: torch.Tensor
+) -> None:
+    """Write row t of `values [T, r]` to `region[first[t], second[t]]` where `kept [T]`.
+
+    The others give block or slot 0, which nobody owns, what it has: the number of writes is always T.
+    """
+    address = (torch.where(kept, first, 0), torch.where(kept, second, 0))
+    old = region[address]
+    region.index_put_(address, torch.where(kept.unsqueeze(1), values.to(region.dtype), old))
 
 
 def ring_write_reference(
