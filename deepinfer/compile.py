@@ -183,11 +183,11 @@ def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
         num_blocks=options.num_blocks,
     )
     isa = native.host_isa() if options.isa == "auto" else options.isa
-    return _Build(model_dir, config_json, config, options, isa, layout, _graph_specs(config, options))
+    return _Build(model_dir, config_json, config, options, isa, layout, graph_specs(config, options))
 
 
-def _graph_specs(config: ModelConfig, options: CompileConfig) -> list[GraphSpec]:
-    """The graphs of a build, largest first, since the largest takes longest to compile."""
+def graph_specs(config: ModelConfig, options: CompileConfig) -> list[GraphSpec]:
+    """Return the graphs of a build, largest first, since the largest takes longest to compile."""
     prefill, decode = options.prefill_tokens, options.decode_rows
     itemsize = PRECISIONS[options.precision].dtype.itemsize
     row_bytes = len(residual_taps(config)) * config.hc_mult * config.hidden_size * itemsize

@@ -19,7 +19,7 @@ from deepinfer.cli.common import (
     run_command,
     to_json,
 )
-from deepinfer.settings import UNSET, load_settings
+from deepinfer.settings import UNSET, CompileConfig, load_settings
 
 if TYPE_CHECKING:
     from deepinfer.compile import CompileResult
@@ -28,14 +28,21 @@ _VERDICTS = {True: "equal", False: "DIFFERENT", None: "none"}
 _LISTS = ("--decode-rows", "--prefill-tokens")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command's flags; every setting without a flag is in docs/settings.md."""
+def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
+    """The command's flags; every setting without a flag is in docs/settings.md. Plans have no output."""
     parser = StrictParser(
         prog="deepinfer-compile",
         description="Compile a DeepSeek-V4.1-Flash checkpoint into an artifact that runs without a compiler.",
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="folder with config.json and safetensors")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="artifact to write")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", type=Path, required=with_output, help="artifact to write"
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="write nothing: print what a build would make of MODEL, here also a config.json without weights",
+    )
     parser.add_argument(
         "--precision", choices=("native", "float32"), default=UNSET, help="numbers to compute with (native)"
     )
@@ -61,8 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str], environment: Environment) -> int:
-    """Build and print what came out; 1 when it differs from the eager model. Raises DeepInferError."""
-    options = build_parser().parse_args(join_lists(arguments, _LISTS))
+    """Build or plan, and print the result; 1 when it differs from the eager model. Raises DeepInferError."""
+    parser = build_parser(with_output="--plan" not in arguments)
+    options = parser.parse_args(join_lists(arguments, _LISTS))
+    if options.plan and (options.output is not None or options.force):
+        parser.error("--plan writes nothing: leave out -o/--output and --force")
     settings = load_settings(
         options.config,
         compile_flags={
@@ -74,6 +84,8 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
             "jobs": options.jobs,
         },
     )
+    if options.plan:
+        return _plan(options, settings.compile, environment)
     model = existing_folder(options.model, "MODEL")
     from deepinfer.compile import compile_model
 
@@ -89,6 +101,16 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
         )
     print(to_json(_as_dict(result)) if options.json else _as_text(result))
     return EXIT_DIFFERENT if result.certified is False else 0
+
+
+def _plan(options: argparse.Namespace, config: CompileConfig, environment: Environment) -> int:
+    from deepinfer.plan import plan_model
+    from deepinfer.plan_report import plan_text
+
+    with progress_for(options) as progress:
+        plan = plan_model(options.model, config, cache_dir=environment.cache_dir, progress=progress)
+    print(to_json(plan.to_dict()) if options.json else plan_text(plan))
+    return 0
 
 
 def _as_dict(result: "CompileResult") -> dict[str, object]:
