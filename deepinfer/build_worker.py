@@ -25,18 +25,20 @@ from deepinfer.artifacts import (
 )
 from deepinfer.build_key import lowering_key
 from deepinfer.errors import DeepInferError
-from deepinfer.graphs.cache_layout import cache_layout
-from deepinfer.graphs.capture import GraphSpec, capture, weight_name
-from deepinfer.graphs.config import parse_config
-from deepinfer.graphs.records import PRECISIONS
+from deepinfer.graphs.cache_layout import CacheLayout, cache_layout
+from deepinfer.graphs.capture import GraphSpec, WeightSpecs, capture, recorded_step, weight_name
+from deepinfer.graphs.config import ModelConfig, parse_config
+from deepinfer.graphs.fusions import fused_calls
+from deepinfer.graphs.records import PRECISIONS, Precision
 from deepinfer.graphs.store import store_specs
 from deepinfer.kernels.native import load_host_library
 from deepinfer.passes.capture_safety import check_captured
 from deepinfer.passes.frozen_values import check_same_trace
+from deepinfer.passes.fuse import PREFIX as FUSION_PREFIX
 from deepinfer.passes.lower import LoweredGraph, lower_graph
 from deepinfer.passes.manager import PassManager
 from deepinfer.passes.manager import PassReport as ManagerReport
-from deepinfer.passes.pipeline import PASSES_EXACT
+from deepinfer.passes.pipeline import exact_passes
 from deepinfer.passes.text import graph_text
 
 ARTIFACT_FILES = ("model.so", "model.json", "signature.json", "graph.txt", "passes.json")
@@ -72,8 +74,7 @@ def build_graph(job: Job) -> None:
     load_host_library(Path(job.cache_dir) / "native")
     program = captured_program(job)
     nodes_captured = len(program.graph.nodes)
-    dump_dir = Path(job.dump_dir) if job.dump_dir else None
-    report = PassManager(PASSES_EXACT, job.disabled_passes, dump_dir).run(program, name=job.spec.name)
+    report = run_passes(job, program)
     text = graph_text(program.graph_module)
     for name, data in lowered_files(job, program, text).items():
         (work_dir / name).write_bytes(data)
@@ -105,8 +106,29 @@ def lowered_files(job: Job, program: ExportedProgram, text: str) -> dict[str, by
     return files
 
 
+def run_passes(job: Job, program: ExportedProgram) -> ManagerReport:
+    """Run the pipeline on the job's graph, in place. Fusions must fire as often as the config asks for.
+
+    With a fusion switched off, others may find more than they should, in what it leaves: nothing is counted.
+    """
+    forms = recorded_step(*_what_to_trace(job))
+    counts = None
+    if not any(name.startswith(FUSION_PREFIX) for name in job.disabled_passes):
+        counts = fused_calls(parse_config(job.config), job.phase)
+    dump_dir = Path(job.dump_dir) if job.dump_dir else None
+    manager = PassManager(exact_passes(forms), job.disabled_passes, dump_dir)
+    return manager.run(program, counts, name=job.spec.name)
+
+
 def captured_program(job: Job) -> ExportedProgram:
     """Trace the job's graph twice, refuse what may not be compiled, and return the first trace."""
+    program, again = (capture(*_what_to_trace(job), fused=False) for _ in range(2))
+    check_same_trace(program, again, job.spec.name)
+    check_captured(program, job.spec.name)
+    return program
+
+
+def _what_to_trace(job: Job) -> tuple[GraphSpec, ModelConfig, Precision, CacheLayout, WeightSpecs]:
     config = parse_config(job.config)
     layout = cache_layout(
         config,
@@ -116,12 +138,7 @@ def captured_program(job: Job) -> ExportedProgram:
         num_blocks=job.num_blocks,
     )
     specs = store_specs(config, job.max_model_len, packed=True)
-    precision = PRECISIONS[job.precision]
-    program = capture(job.spec, config, precision, layout, specs)
-    again = capture(job.spec, config, precision, layout, specs)
-    check_same_trace(program, again, job.spec.name)
-    check_captured(program, job.spec.name)
-    return program
+    return job.spec, config, PRECISIONS[job.precision], layout, specs
 
 
 def signature_of(lowered: LoweredGraph) -> GraphSignature:

@@ -19,6 +19,7 @@ from deepinfer.graphs.records import Precision
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.step import forward_step, logits_step
 from deepinfer.kernels import captured_ops
+from deepinfer.kernels.signature import CallSignature, recorded_calls
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -143,6 +144,16 @@ def capture(
             where=spec.name,
             action="report it with the config",
         ) from error
+
+
+def recorded_step(
+    spec: GraphSpec, config: ModelConfig, precision: Precision, layout: CacheLayout, weight_specs: WeightSpecs
+) -> list[CallSignature]:
+    """Run a step on fake tensors and return the signature of every op call, in order."""
+    with FakeTensorMode(), recorded_calls() as calls, torch.no_grad():
+        module, arguments = _captured_module(spec, config, precision, layout, weight_specs)
+        module(*arguments)
+    return calls
 
 
 def _captured_module(

@@ -1,4 +1,4 @@
-"""One spelling for one meaning: drop assertions about metadata and calls that change nothing.
+"""One spelling for one meaning: no assertions about metadata, no idle calls, one name per memory.
 
 Why       fusion patterns then meet a single form, and lowering has fewer nodes to look at.
 Numerics  unchanged: only calls go whose result is, bit for bit and with the same strides, their argument.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from deepinfer.passes.effects import base_of, mutated_bases
+from deepinfer.passes.effects import base_of, mutated_bases, viewed_node, written_nodes
 
 _aten = torch.ops.aten
 
@@ -135,7 +135,24 @@ def _drop_unit_alpha(graph: fx.Graph) -> int:
     return rewrites
 
 
-_STEPS: tuple[Callable[[fx.Graph], int], ...] = (_drop_assertions, _drop_identities, _drop_unit_alpha)
+def _name_written_memory_once(graph: fx.Graph) -> int:
+    """After `y = x.add_(1)`, let `y` be called `x`: the memory is the same, and calls stay in order."""
+    rewrites = 0
+    for node in graph.nodes:
+        written = written_nodes(node)
+        in_place = len(written) == 1 and viewed_node(node) is written[0]
+        if in_place and node.users and _layout(node) == _layout(written[0]):
+            node.replace_all_uses_with(written[0])
+            rewrites += 1
+    return rewrites
+
+
+_STEPS: tuple[Callable[[fx.Graph], int], ...] = (
+    _drop_assertions,
+    _drop_identities,
+    _drop_unit_alpha,
+    _name_written_memory_once,
+)
 
 
 def canonicalize(graph_module: fx.GraphModule) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import fx
@@ -17,7 +18,14 @@ from torch.export import ExportedProgram
 
 from deepinfer.errors import PassError, SettingsError
 from deepinfer.passes.text import graph_text
-from deepinfer.passes.verify import Contract, check_metadata, check_structure, contract_of
+from deepinfer.passes.verify import (
+    Contract,
+    calls_of,
+    check_changed,
+    check_metadata,
+    check_structure,
+    contract_of,
+)
 
 
 @dataclass(frozen=True)
@@ -26,21 +34,26 @@ class Pass:
 
     `function(graph_module)` changes the graph in place and returns the number of rewrites. An `exact` pass
     changes no bit of a result. `expected(facts)` says how often it must fire, from facts about the model;
-    None means any number. `nearest_miss(graph_module)` describes what almost matched, or gives None.
+    None means any number, and so does an answer of None. `nearest_miss(graph_module)` describes what almost
+    matched, or gives None. `modules` hold code that the pass uses besides its own file.
     """
 
     name: str
     function: Callable[[fx.GraphModule], int]
     exact: bool = True
-    expected: Callable[[Any], int] | None = None
+    expected: Callable[[Any], int | None] | None = None
     nearest_miss: Callable[[fx.GraphModule], str | None] | None = None
+    modules: tuple[ModuleType, ...] = ()
 
     @property
     def source_sha256(self) -> str:
-        """Digest of the file that holds the pass: part of an artifact's identity."""
-        source = inspect.getsourcefile(self.function)
-        assert source is not None, f"pass {self.name} has no source file"
-        return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+        """Digest of the files that hold the pass: part of an artifact's identity."""
+        digest = hashlib.sha256()
+        for part in (self.function, *self.modules):
+            source = inspect.getsourcefile(part)
+            assert source is not None, f"pass {self.name} has no source file"
+            digest.update(Path(source).read_bytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,7 @@ class PassManager:
                     raise _wrong_count(step, graph_module, rewrites, expected, name)
             nodes = (nodes_before, len(graph_module.graph.nodes))
             results.append(PassResult(step.name, step.exact, rewrites, expected, step.source_sha256, *nodes))
+        check_metadata(graph_module, f"{name} after passes")
         graph_module.recompile()
         return PassReport(tuple(results))
 
@@ -149,13 +163,13 @@ class PassManager:
         where: str,
         progress: Progress | None,
     ) -> int:
-        before = graph_text(graph_module)
+        before, calls = graph_text(graph_module), calls_of(graph_module.graph)
         started = time.perf_counter()
         rewrites = step.function(graph_module)
         seconds = time.perf_counter() - started
         check_structure(graph_module, contract, where)
         if rewrites:
-            check_metadata(graph_module, where)
+            check_changed(graph_module, calls, where)
         elif graph_text(graph_module) != before:
             raise PassError("the pass changed the graph and reports no rewrite", where=where)
         if progress is not None:

@@ -2,7 +2,8 @@
 
 A `Contract` is taken from the captured program once; after every pass the graph must still honour it.
 `check_structure` looks at nodes only; `check_metadata` runs the whole graph again on fake tensors and
-compares every result with what the node claims. Knows nothing about single passes.
+compares every result with what the node claims; `check_changed` does so for what a pass touched. Knows
+nothing about single passes.
 """
 
 from dataclasses import dataclass
@@ -110,6 +111,58 @@ def _compare(node: fx.Node, value: Any, where: str) -> None:
         )
 
 
+Calls = dict[fx.Node, tuple[Any, ...]]
+
+
+def calls_of(graph: fx.Graph) -> Calls:
+    """Every call with its target and arguments, for `check_changed`."""
+    return {node: _call(node) for node in graph.nodes if node.op == "call_function"}
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    return node.target, node.args, node.kwargs, node.meta.get("val")
+
+
+def check_changed(graph_module: fx.GraphModule, before: Calls, where: str) -> None:
+    """Run the calls that are not as they were; raise PassError where one claims what it does not compute.
+
+    If the graph was sound before, it is then: every call fits the claims of the calls it depends on.
+    """
+    graph = graph_module.graph
+    mode = _fake_mode(graph)
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function" and not _unchanged(node, before.get(node)):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda other: _claimed(other, mode))
+                _compare(node, _run(node, args, kwargs, where), where)
+    for node in output_values(graph):
+        if (owner := base_of(node)).op == "placeholder":
+            raise PassError(f"output {node.name} shares the memory of input {owner.name}", where=where)
+
+
+def _unchanged(node: fx.Node, before: tuple[Any, ...] | None) -> bool:
+    if before is None:
+        return False
+    target, args, kwargs, value = before
+    return node.target is target and node.meta["val"] is value and node.args == args and node.kwargs == kwargs
+
+
+def _claimed(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """A result of the layout that a node claims."""
+    return pytree.tree_map(lambda value: _fresh(value, mode), node.meta["val"])
+
+
+def _run(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    assert callable(node.target), node
+    try:
+        return node.target(*args, **kwargs)
+    except Exception as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PassError(
+            f"node {node.name} ({target_text(node.target)}) cannot run: {message}", where=where
+        ) from error
+
+
 def check_metadata(graph_module: fx.GraphModule, where: str) -> None:
     """Run the graph on fake tensors; raise PassError on wrong metadata or outputs that share input memory.
 
@@ -124,13 +177,7 @@ def check_metadata(graph_module: fx.GraphModule, where: str) -> None:
                 values[node] = _fresh(node.meta["val"], mode)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                try:
-                    values[node] = node.target(*args, **kwargs)
-                except Exception as error:
-                    message = (str(error).splitlines() or [type(error).__name__])[0]
-                    raise PassError(
-                        f"node {node.name} ({target_text(node.target)}) cannot run: {message}", where=where
-                    ) from error
+                values[node] = _run(node, args, kwargs, where)
                 _compare(node, values[node], where)
     _check_outputs_own_memory(graph, values, where)
 

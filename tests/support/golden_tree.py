@@ -15,10 +15,8 @@ import msgspec
 
 from deepinfer import compile
 from deepinfer.artifacts import Manifest, PassReport, canonical_bytes
-from deepinfer.build_worker import Job, captured_program, pass_results
+from deepinfer.build_worker import Job, captured_program, pass_results, run_passes
 from deepinfer.kernels.native import load_host_library
-from deepinfer.passes.manager import PassManager
-from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.text import graph_text
 from deepinfer.settings import CompileConfig
 from deepinfer.weight_file import write_weight_file
@@ -38,7 +36,7 @@ def graph_files(job: Job) -> dict[str, bytes]:
     """`graph.txt` and `passes.json` of one graph, as a build would write them."""
     load_host_library()
     program = captured_program(job)
-    report = PassManager(PASSES_EXACT, job.disabled_passes).run(program, name=job.spec.name)
+    report = run_passes(job, program)
     return {
         "graph.txt": graph_text(program.graph_module).encode(),
         "passes.json": readable(canonical_bytes(pass_results(report))),

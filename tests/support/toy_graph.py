@@ -154,7 +154,7 @@ def lowered_toy():  # type: ignore[no-untyped-def]
     from deepinfer.passes import PASSES_EXACT, PassManager, lower_graph
 
     program = capture_toy()
-    PassManager(PASSES_EXACT).run(program)
+    PassManager(PASSES_EXACT, ["check_invariance"]).run(program)
     return lower_graph(program, name="decode-4", work_dir=scratch() / "lowered")
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     register_toy_ops(Path(library))
     program = capture_toy(int(seed))
-    PassManager(PASSES_EXACT).run(program)
+    PassManager(PASSES_EXACT, ["check_invariance"]).run(program)
     lowered = lower_graph(program, name="decode-4", work_dir=Path(work_dir))
     print(json.dumps([str(lowered.shared_object), str(lowered.extern_json)]))
 
