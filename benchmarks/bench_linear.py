@@ -1,6 +1,7 @@
 """Linear layers against float32 through torch (MKL): packed weights of every format, few rows and many.
 
-The quantised formats are read from matrices that no cache holds, in either form.
+The quantised formats are read from matrices that no cache holds, in either form. With one or two rows, a mere
+sum of the float32 weights shows what memory allows: neither side can be much faster than that.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from deepinfer.kernels.packing import pack_linear, pack_linear_fp4, pack_linear_
 SHAPES = ((512, 2048), (2048, 4096), (5120, 1280))  # inputs, outputs
 ROWS = (1, 2, 4, 8, 16, 64, 256)
 FEW_ROWS = 16
+READ_ROWS = 2
 # 42 MB in FP4, 335 MB in float32
 LARGE = (5120, 16384)
 
@@ -38,13 +40,18 @@ def _dense(weight: torch.Tensor, rows: int) -> list[Line]:
         "bfloat16": lambda: linear.native(x, halves, torch.float32),
         "mkl": lambda: F.linear(x, weight),
     }
+    if rows <= READ_ROWS:
+        calls["read"] = packed.sum
     times = compare(calls, rounds=15 if rows <= FEW_ROWS else 7)
     label = f"linear {inputs} x {outputs}, {rows} rows"
     floor = 1.2 if rows <= FEW_ROWS else 0.9
-    return [
+    lines = [
         times.line(label, "float32", "mkl", floor),
         times.line(f"{label}, bf16 weights", "bfloat16", "mkl"),
     ]
+    if rows <= READ_ROWS:
+        lines.append(times.line(f"{label}, read of the weights", "read", "mkl"))
+    return lines
 
 
 def _quantised() -> list[Line]:

@@ -22,33 +22,39 @@
 namespace deepinfer {
 
 constexpr int64_t kBlock = 256;      // inputs decoded at once; the chain of formats without scales
-constexpr int64_t kRowBlock = 192;   // rows whose activations of one block stay in the second-level cache
+// kTileRows x kWide: rows and panels whose sums fill the registers, beside weights and an activation.
+// kRowBlock, kChunk: rows and panels whose totals and block of activations stay in the second-level cache.
 #ifdef __AVX512F__
-constexpr int kTileRows = 12, kWide = 2;  // one register a panel; kWide: panels that fill one pipeline
+constexpr int kTileRows = 14, kWide = 2;  // 28 accumulators of the 32 registers
+constexpr int64_t kRowBlock = 280, kChunk = 32;
 #else
-constexpr int kTileRows = 6, kWide = 1;  // 12 accumulators of the 16 registers
+constexpr int kTileRows = 6, kWide = 1;  // 12 accumulators of the 16 registers, two a panel
+constexpr int64_t kRowBlock = 192, kChunk = 8;
 #endif
 constexpr int64_t kTaskWork = 1 << 20;  // multiply-adds worth another thread
 constexpr int64_t kFarInputs = 32 << 10;  // activations of a row block beyond which outputs go in chunks
-constexpr int64_t kChunk = 8;        // panels that share a block of activations
 
 // Adds `count` inputs of kRows rows and kPanels panels, `stride` bytes apart, to `sum` by one chain each.
-template <int kRows, int kPanels, class Codec>
+// ask(k) is called at every step, to ask memory for what will be read later.
+template <int kRows, int kPanels, class Codec, class Ask>
 inline void add_chain(const float* x, const uint8_t* w, int64_t stride, int64_t count,
-                      Lanes (&sum)[kRows][kPanels]) {
+                      Lanes (&sum)[kRows][kPanels], const Ask& ask) {
+  // Panels decoded before use: many rows share an activation among them, few rows have registers for one.
+  constexpr int kShare = kRows > 3 ? kPanels : 1, kPart = Codec::kPart;
   for (int64_t k = 0; k < count; k += Codec::kStep) {
-    // What is decoded is used at once: sums and constants fill the registers already.
-    for (int p = 0; p < kPanels; ++p) {
-      const uint8_t* at = w + p * stride + k * Codec::kBytes;
-      if constexpr (Codec::kAhead != 0) {
-        _mm_prefetch(reinterpret_cast<const char*>(at + Codec::kAhead), _MM_HINT_T0);
-      }
-      for (int part = 0; part * Codec::kPart < Codec::kStep; ++part) {
-        Lanes value[Codec::kPart];
-        Codec::read(at, part, value);
-        for (int s = 0; s < Codec::kPart; ++s) {
-          const float* inputs = x + (k + part * Codec::kPart + s) * kRows;
-          for (int r = 0; r < kRows; ++r) sum[r][p] = fma(Lanes::fill(inputs[r]), value[s], sum[r][p]);
+    ask(k);
+    for (int p = 0; p < kPanels; p += kShare) {
+      for (int part = 0; part * kPart < Codec::kStep; ++part) {
+        Lanes value[kShare][kPart];
+        for (int i = 0; i < kShare; ++i) {
+          Codec::read(w + (p + i) * stride + k * Codec::kBytes, part, value[i]);
+        }
+        for (int s = 0; s < kPart; ++s) {
+          const float* inputs = x + (k + part * kPart + s) * kRows;
+          for (int r = 0; r < kRows; ++r) {
+            Lanes input = Lanes::fill(inputs[r]);
+            for (int i = 0; i < kShare; ++i) sum[r][p + i] = fma(input, value[i][s], sum[r][p + i]);
+          }
         }
       }
     }
@@ -78,7 +84,13 @@ void multiply_direct(const Matrix& weight, int64_t first, const float* x, Lanes 
       for (int p = 0; p < kPanels; ++p) sum[r][p] = Lanes::zero();
     }
     int64_t count = Matrix::kUnit == 0 ? std::min(kLength, weight.inputs - begin) : kLength;
-    add_chain<kRows, kPanels, Codec>(x + begin * kRows, w + begin * Codec::kBytes, stride, count, sum);
+    const uint8_t* codes = w + begin * Codec::kBytes;
+    add_chain<kRows, kPanels, Codec>(x + begin * kRows, codes, stride, count, sum, [&](int64_t k) {
+      if constexpr (Codec::kAhead != 0) {
+        const uint8_t* later = codes + k * Codec::kBytes + Codec::kAhead;
+        for (int p = 0; p < kPanels; ++p) prefetch<_MM_HINT_T0>(later + p * stride);
+      }
+    });
     for (int p = 0; p < kPanels; ++p) {
       Lanes factor = Lanes::zero();
       if constexpr (Matrix::kUnit != 0) {
@@ -89,21 +101,38 @@ void multiply_direct(const Matrix& weight, int64_t first, const float* x, Lanes 
   }
 }
 
-// Adds a block of up to kBlock inputs to the totals [kRows][16] of a tile.
-template <int kRows, class Matrix>
-void multiply_block(const float* x, Block block, int64_t count, float* totals) {
+// Weights to bring into the second-level cache during a product: `pace` bytes per input, from kWide panels.
+struct Ahead {
+  const uint8_t* panels[kWide] = {};
+  int64_t pace = 0;
+};
+
+// Adds blocks of up to kBlock inputs to the totals of a tile: [kRows][16] per panel, `apart` floats apart.
+template <int kRows, int kPanels, class Matrix>
+void multiply_blocks(const float* x, const Block* blocks, int64_t count, const Ahead& ahead, float* totals,
+                     int64_t apart) {
   constexpr int64_t kLength = Matrix::kUnit == 0 ? kBlock : kFp8Group;
+  const uint8_t* w = reinterpret_cast<const uint8_t*>(blocks[0].values);
+  int64_t stride = reinterpret_cast<const uint8_t*>(blocks[kPanels - 1].values) - w;
   for (int64_t begin = 0; begin < count; begin += kLength) {
-    Lanes sum[kRows][1];
-    for (int r = 0; r < kRows; ++r) sum[r][0] = Lanes::zero();
-    add_chain<kRows, 1, FloatCodec>(x + begin * kRows,
-                                    reinterpret_cast<const uint8_t*>(block.values + begin * kPanel), 0,
-                                    std::min(kLength, count - begin), sum);
-    Lanes factor = Lanes::zero();
-    if constexpr (Matrix::kUnit != 0) factor = Lanes::load(block.factors + begin / kFp8Group * kPanel);
+    Lanes sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r) {
-      float* total = totals + r * kPanel;
-      add_to<Matrix>(Lanes::load(total), sum[r][0], factor).store(total);
+      for (int p = 0; p < kPanels; ++p) sum[r][p] = Lanes::zero();
+    }
+    add_chain<kRows, kPanels, FloatCodec>(
+        x + begin * kRows, w + begin * FloatCodec::kBytes, stride, std::min(kLength, count - begin), sum,
+        [&](int64_t k) {
+          if constexpr (Matrix::kPacked) {
+            for (const uint8_t* panel : ahead.panels) prefetch<_MM_HINT_T1>(panel + (begin + k) * ahead.pace);
+          }
+        });
+    for (int p = 0; p < kPanels; ++p) {
+      Lanes factor = Lanes::zero();
+      if constexpr (Matrix::kUnit != 0) factor = Lanes::load(blocks[p].factors + begin / kFp8Group * kPanel);
+      for (int r = 0; r < kRows; ++r) {
+        float* total = totals + p * apart + r * kPanel;
+        add_to<Matrix>(Lanes::load(total), sum[r][p], factor).store(total);
+      }
     }
   }
 }
@@ -175,12 +204,13 @@ inline void write_panel(const float* totals, int64_t columns, Out* y) {
 // few enough to keep them in registers.
 template <class Codec>
 constexpr int panels_abreast(int rows) {
+  if (rows > 8 && Codec::kStep > 1) return 1;  // decoded values need registers too
   return kWide * (rows == 1 ? (Codec::kStep == 4 ? 2 : 4) : rows <= 3 ? 2 : 1);
 }
 
-// Largest tile that decodes packed panels on the fly; from there on decoding once is cheaper.
+// Largest tile that decodes packed panels on the fly; AVX2 has too few registers to do it for many rows.
 template <class Codec>
-constexpr int64_t kDirectRows = Codec::kStep == 1 ? kTileRows : Codec::kStep == 2 ? 3 : 2;
+constexpr int64_t kDirectRows = kWide == 2 || Codec::kStep == 1 ? kTileRows : Codec::kStep == 2 ? 3 : 2;
 
 template <int kRows, int kPanels, class Matrix, class Out>
 void direct_panels(const Product<Matrix, Out>& product, int64_t panel) {
@@ -215,11 +245,11 @@ void multiply_panels(const Product<Matrix, Out>& product, int64_t first, int64_t
       return;
     }
   }
-  alignas(64) float values[kBlock * kPanel];
-  alignas(64) float factors[kBlock / kFp8Group * kPanel];
+  alignas(64) float values[kWide][kBlock * kPanel];
+  alignas(64) float factors[kWide][kBlock / kFp8Group * kPanel];
   int64_t tiles_abreast = kRowBlock / kTileRows;
   int64_t most_rows = std::min(x.rows(), kRowBlock + kTileRows);
-  int64_t chunk = most_rows * weight.inputs > kFarInputs ? kChunk : 1;
+  int64_t chunk = most_rows * weight.inputs > kFarInputs ? kChunk : kWide;
   std::vector<float> totals(size_t(most_rows * chunk * kPanel));
   for (int64_t tile = 0; tile < x.count(); tile += tiles_abreast) {
     int64_t end_tile = std::min(x.count(), tile + tiles_abreast);
@@ -229,20 +259,40 @@ void multiply_panels(const Product<Matrix, Out>& product, int64_t first, int64_t
       std::fill_n(totals.begin(), rows * panels * kPanel, 0.0f);
       for (int64_t begin = 0; begin < weight.inputs; begin += kBlock) {
         int64_t count = std::min(kBlock, weight.inputs - begin);
-        for (int64_t p = 0; p < panels; ++p) {
-          Block block = weight.block(panel + p, begin, count, values, factors);
+        for (int64_t p = 0; p < panels; p += kWide) {
+          int64_t width = std::min(int64_t(kWide), panels - p);
+          Block blocks[kWide];
+          for (int64_t i = 0; i < width; ++i) {
+            blocks[i] = weight.block(panel + p + i, begin, count, values[i], factors[i]);
+          }
+          // Each tile asks for its share of what comes next: more panels, more inputs or another chunk.
+          Ahead ahead;
+          if constexpr (Matrix::kPacked) {
+            bool same_inputs = p + kWide < panels, same_chunk = begin + kBlock < weight.inputs;
+            int64_t next = same_inputs ? panel + p + kWide : same_chunk ? panel : panel + chunk;
+            int64_t next_begin = same_inputs ? begin : same_chunk ? begin + kBlock : 0;
+            constexpr int64_t kBytes = Matrix::Codec::kBytes;
+            ahead.pace = (kBytes + end_tile - tile - 1) / (end_tile - tile);
+            for (int64_t i = 0; i < kWide; ++i) {
+              ahead.panels[i] = weight.panel(std::min(next + i, last - 1)) + next_begin * kBytes;
+            }
+          }
           for (int64_t t = tile; t < end_tile; ++t) {
             float* sums = totals.data() + (p * rows + x.first(t) - first_row) * kPanel;
             by_rows(x.first(t + 1) - x.first(t), [&](auto height) {
               constexpr int kRows = height();
-              multiply_block<kRows, Matrix>(x.tile(t) + begin * kRows, block, count, sums);
+              auto add =
+                  width == kWide ? multiply_blocks<kRows, kWide, Matrix> : multiply_blocks<kRows, 1, Matrix>;
+              add(x.tile(t) + begin * kRows, blocks, count, ahead, sums, rows * kPanel);
             });
+            for (const uint8_t*& at : ahead.panels) at += count * ahead.pace;
           }
         }
       }
-      for (int64_t p = 0; p < panels; ++p) {
-        int64_t column = (panel + p) * kPanel, columns = std::min(kPanel, weight.outputs - column);
-        for (int64_t r = 0; r < rows; ++r) {
+      // A row's outputs of the chunk lie together.
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t p = 0; p < panels; ++p) {
+          int64_t column = (panel + p) * kPanel, columns = std::min(kPanel, weight.outputs - column);
           write_panel(totals.data() + (p * rows + r) * kPanel, columns,
                       product.y[size_t(first_row + r)] + column);
         }

@@ -35,11 +35,21 @@ inline Lanes powers(const uint8_t* bytes) {
   return join(half(b, special), half(_mm_srli_si128(b, 8), _mm_srli_si128(special, 8)));
 }
 
+template <_mm_hint kHint>
+inline void prefetch(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), kHint);
+}
+
 // Codecs: kStep inputs of a packed panel, kBytes each, lie together; read(p, part, w) decodes kPart of them.
-// kAhead: how many bytes ahead memory is asked for; 0 leaves it to the processor, which suits floats best.
+// kAhead: how many bytes ahead memory is asked for; 0 leaves it to the processor.
 
 struct FloatCodec {
-  static constexpr int kStep = 1, kPart = 1, kBytes = 64, kAhead = 0;
+#ifdef __AVX512F__
+  static constexpr int kAhead = 4096;
+#else
+  static constexpr int kAhead = 0;
+#endif
+  static constexpr int kStep = 1, kPart = 1, kBytes = 64;
   static void read(const uint8_t* p, int, Lanes* w) { w[0] = Lanes::load(reinterpret_cast<const float*>(p)); }
 };
 
@@ -67,7 +77,24 @@ struct Fp8Codec {
 };
 
 struct Fp4Codec {
-  static constexpr int kStep = 4, kPart = 2, kBytes = 8, kAhead = 1024;
+  static constexpr int kStep = 4, kBytes = 8, kAhead = 1024;
+#ifdef __AVX512F__
+  static constexpr int kPart = 4;
+  // One lookup per value: only the lowest four bits of a lane choose.
+  static void read(const uint8_t* p, int, Lanes* w) {
+    __m512 table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
+                                  -2.0f, -3.0f, -4.0f, -6.0f);
+    // lane -> its 16 bits, which hold four inputs of one output
+    __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
+    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    __m512i codes = _mm512_permutexvar_epi16(places, _mm512_castsi256_si512(bytes));
+    w[0] = {_mm512_permutexvar_ps(codes, table)};
+    w[1] = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table)};
+    w[2] = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table)};
+    w[3] = {_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table)};
+  }
+#else
+  static constexpr int kPart = 2;
   // The upper half of a float holds every E2M1 value; its two bytes come from two tables.
   static void read(const uint8_t* p, int part, Lanes* w) {
     __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -86,6 +113,7 @@ struct Fp4Codec {
     w[0] = join(floats(_mm256_slli_epi32(first, 16)), floats(_mm256_slli_epi32(last, 16)));
     w[1] = join(floats(_mm256_and_si256(first, mask)), floats(_mm256_and_si256(last, mask)));
   }
+#endif
 };
 
 // A block of a panel: values [count][16], and factors [count / 32][16] if the format has scales.
