@@ -39,6 +39,7 @@ from deepinfer.passes.lower import LoweredGraph, lower_graph
 from deepinfer.passes.manager import PassManager
 from deepinfer.passes.manager import PassReport as ManagerReport
 from deepinfer.passes.pipeline import exact_passes
+from deepinfer.passes.same_calls import check_same_calls
 from deepinfer.passes.text import graph_text
 
 ARTIFACT_FILES = ("model.so", "model.json", "signature.json", "graph.txt", "passes.json")
@@ -116,14 +117,25 @@ def run_passes(job: Job, program: ExportedProgram) -> ManagerReport:
     if not any(name.startswith(FUSION_PREFIX) for name in job.disabled_passes):
         counts = fused_calls(parse_config(job.config), job.phase)
     dump_dir = Path(job.dump_dir) if job.dump_dir else None
-    manager = PassManager(exact_passes(forms), job.disabled_passes, dump_dir)
-    return manager.run(program, counts, name=job.spec.name)
+    passes = exact_passes(forms)
+    report = PassManager(passes, job.disabled_passes, dump_dir).run(program, counts, name=job.spec.name)
+    # a second trace, with every op as one call, must come out the same
+    if not job.disabled_passes:
+        again = capture(*_what_to_trace(job))
+        PassManager(passes).run(again, name=job.spec.name)
+        check_same_calls(program.graph, again.graph, job.spec.name)
+    return report
 
 
 def captured_program(job: Job) -> ExportedProgram:
-    """Trace the job's graph twice, refuse what may not be compiled, and return the first trace."""
-    program, again = (capture(*_what_to_trace(job), fused=False) for _ in range(2))
-    check_same_trace(program, again, job.spec.name)
+    """Trace the job's graph and refuse what may not be compiled.
+
+    Where passes are switched off, the graph is traced twice to find values that tracing froze; else
+    `run_passes` makes the second trace.
+    """
+    program = capture(*_what_to_trace(job), fused=False)
+    if job.disabled_passes:
+        check_same_trace(program, capture(*_what_to_trace(job), fused=False), job.spec.name)
     check_captured(program, job.spec.name)
     return program
 

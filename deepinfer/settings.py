@@ -36,8 +36,8 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     precision: Literal["native", "float32"] = "native"
-    decode_rows: Annotated[Rows, Meta(min_length=1, max_length=64)] = (4,)
-    prefill_tokens: Annotated[Rows, Meta(min_length=1, max_length=64)] = (16,)
+    decode_rows: Annotated[Rows, Meta(min_length=1, max_length=64)] = (1, 2, 4, 8)
+    prefill_tokens: Annotated[Rows, Meta(min_length=1, max_length=64)] = (16, 64, 256)
     logits_rows: Annotated[Rows, Meta(min_length=1, max_length=64)] | None = None
     max_model_len: Annotated[int, Meta(ge=2, le=1 << 22)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 8

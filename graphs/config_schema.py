@@ -125,13 +125,15 @@ class ModelConfig:
         """The layer whose compressed KV `layer` reads: the last source at or before it."""
         if self.ratio(layer) == 0:
             return None
-        return max((s for s in self.kv_source_layer_ids if s <= layer), default=None)
+        sources = [source for source in self.kv_source_layer_ids if source <= layer]
+        return max(sources) if sources else None
 
     def index_source(self, layer: int) -> int | None:
         """The layer whose picked entries `layer` attends to: the last index source at or before it."""
         if self.ratio(layer) == 0:
             return None
-        return max((s for s in self.index_source_layer_ids if s <= layer), default=None)
+        sources = [source for source in self.index_source_layer_ids if source <= layer]
+        return max(sources) if sources else None
 
     def is_kv_source(self, layer: int) -> bool:
         """Whether the layer compresses keys and owns their cache."""

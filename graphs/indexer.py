@@ -47,7 +47,7 @@ def pick_entries(ctx: StepContext, layer: int, x: Tensor, latent_query: Tensor) 
         candidates,
         config.ratio(layer),
         config.index_topk,
-        config.candidate_block_size,
+        max(1, config.candidate_block_size),  # 0 in a model without candidates
         config.candidate_topk_blocks if is_source else 0,
         see_scores,
     )

@@ -45,6 +45,7 @@ def margin(scores: Tensor, count: int) -> Tensor:
     """
     if not 0 < count < scores.shape[1]:
         return torch.full((scores.shape[0],), torch.inf)
+    scores = scores.double()  # squares of tiny scores must not vanish
     best = torch.sort(scores, dim=1, descending=True).values
     gap = best[:, count - 1] - best[:, count]
     competing = scores > -torch.inf
@@ -52,7 +53,7 @@ def margin(scores: Tensor, count: int) -> Tensor:
     mean = torch.where(competing, scores, 0).sum(1) / number
     spread = (torch.where(competing, scores - mean.unsqueeze(1), 0).pow(2).sum(1) / number).sqrt()
     rejected = best[:, count] > -torch.inf
-    return torch.where(rejected & (gap > 0), gap / spread.clamp(min=1e-30), torch.inf)
+    return torch.where(rejected & (gap > 0), gap / spread.clamp(min=1e-200), torch.inf).float()
 
 
 def _older_blocks(scores: Tensor, block_size: int) -> Tensor:

@@ -63,12 +63,16 @@ def forward_rows(
     residual = hidden.unsqueeze(1).expand(-1, config.hc_mult, -1).contiguous()
     pre = first_stream(token_ids.shape[0], config.hc_mult)
     for layer in range(config.num_hidden_layers):
-        residual, pre = _layer(ctx, layer, residual, pre)
+        residual, pre = run_layer(ctx, layer, residual, pre)
     out: Tensor = mhc_collapse(residual, pre, weights["norm"], config.rms_norm_eps)
     return out
 
 
-def _layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+def run_layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one layer on the streams `residual [T, n, D]`, collapsed first by `pre [T, n]` (3.5).
+
+    Returns the new streams and the collapse weights for the next layer.
+    """
     weights, eps = ctx.layer_weights(layer), ctx.config.rms_norm_eps
     if layer in ctx.config.engram_layer_ids:
         residual = ctx.tap(layer, "engram", engram(ctx, layer, residual))

@@ -48,7 +48,12 @@ class Op:
     composite: bool = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the reference; inside `captured_ops()`, call the registered operation instead."""
+        """Run the reference; inside `captured_ops()`, call the registered operation instead.
+
+        So does Dynamo: a function given to torch.compile has one call per op.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.native(*args)
         route = _route.get()
         return (self.reference if route is None else route(self))(*args)
 

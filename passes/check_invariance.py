@@ -19,7 +19,8 @@ from deepinfer.passes.text import target_text
 
 # element by element with one rounding, or no arithmetic at all
 _NAMES = """
-    _to_copy _unsafe_view abs add alias amax amin arange argmax argmin as_strided broadcast_to cat clamp
+    _assert_tensor_metadata _to_copy _unsafe_view
+    abs add alias amax amin arange argmax argmin as_strided broadcast_to cat clamp
     clamp_max clamp_min clone constant_pad_nd contiguous copy detach div empty empty_like empty_strided
     eq expand expand_as fill flatten flip full full_like gather ge gt index index_put index_select
     isfinite isinf isnan le lift_fresh lift_fresh_copy logical_and logical_not logical_or lt masked_fill

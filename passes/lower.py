@@ -69,12 +69,14 @@ class LoweredGraph:
     outputs: tuple[TensorSpec, ...]
 
 
-def lower_graph(program: ExportedProgram, *, name: str, work_dir: Path, isa: str = "avx2") -> LoweredGraph:
+def lower_graph(
+    program: ExportedProgram, *, name: str, work_dir: Path, isa: str = "avx2", in_place: bool = True
+) -> LoweredGraph:
     """Lower one program to `work_dir/model.so` (and `model.json`), the same bytes for the same graph.
 
     `work_dir` is created and holds nothing else afterwards. One lowering at a time per process; run several
-    processes to use several cores. Raises LoweringError if Inductor or the compiler fails, if a written
-    input would be copied whole, or if the generated code is not of the expected form.
+    processes to use several cores. Raises LoweringError if Inductor or the compiler fails, if the generated
+    code is not of the expected form, or, with `in_place`, if a written input would be copied whole.
     """
     level = isa_level(isa)
     for spec in program.graph_signature.output_specs:
@@ -93,7 +95,9 @@ def lower_graph(program: ExportedProgram, *, name: str, work_dir: Path, isa: str
         module, arguments, weights = _unlifted(program, name)
         specs = _input_specs(program)
         generated = generate(module, arguments, name, scratch, level)
-        constants, built = _build(generated, specs, name, scratch, level)
+        if in_place:
+            _check_in_place(generated, specs, name)
+        constants, built = _build(generated, name, scratch, level)
         shared_object = Path(shutil.move(built, work_dir / "model.so"))
         extern_json = None
         if generated.extern_json is not None:
@@ -181,16 +185,19 @@ def _output_specs(program: ExportedProgram) -> tuple[TensorSpec, ...]:
     return tuple(_spec(f"output_{index}", node.meta["val"]) for index, node in enumerate(values))
 
 
+def _check_in_place(generated: Generated, specs: tuple[TensorSpec, ...], name: str) -> None:
+    """Raise LoweringError if a written input is copied, or built anew, in every call."""
+    wrapper, _ = split_generated(generated.source, name)
+    regions = [(i, spec.dtype, spec.shape) for i, spec in enumerate(specs) if spec.mutated]
+    for position in (*generated.copied_back, *whole_region_buffers(wrapper, regions, name)):
+        raise _copied_region(specs[position], name)
+
+
 def _build(
-    generated: Generated, specs: tuple[TensorSpec, ...], name: str, scratch: Path, isa: Isa
+    generated: Generated, name: str, scratch: Path, isa: Isa
 ) -> tuple[tuple[tuple[str, str], ...], Path]:
     """Check the generated code, then compile and link it: constants' names and the shared object."""
-    for position in generated.copied_back:
-        raise _copied_region(specs[position], name)
     wrapper, kernels = split_generated(generated.source, name)
-    regions = [(i, spec.dtype, spec.shape) for i, spec in enumerate(specs) if spec.mutated]
-    for position in whole_region_buffers(wrapper, regions, name):
-        raise _copied_region(specs[position], name)
     check_no_threads(wrapper + kernels, name)
     constants = constant_names(wrapper, name)
     (scratch / "wrapper.cpp").write_text(wrapper, encoding="utf-8")

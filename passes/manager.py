@@ -49,7 +49,8 @@ class Pass:
     def source_sha256(self) -> str:
         """Digest of the files that hold the pass: part of an artifact's identity."""
         digest = hashlib.sha256()
-        for part in (self.function, *self.modules):
+        parts: tuple[Any, ...] = (self.function, *self.modules)
+        for part in parts:
             source = inspect.getsourcefile(part)
             assert source is not None, f"pass {self.name} has no source file"
             digest.update(Path(source).read_bytes())

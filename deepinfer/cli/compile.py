@@ -47,10 +47,18 @@ def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
         "--precision", choices=("native", "float32"), default=UNSET, help="numbers to compute with (native)"
     )
     parser.add_argument(
-        "--decode-rows", metavar="N,...", type=integer_list, default=UNSET, help="decode batch sizes (4)"
+        "--decode-rows",
+        metavar="N,...",
+        type=integer_list,
+        default=UNSET,
+        help="decode batch sizes (1,2,4,8)",
     )
     parser.add_argument(
-        "--prefill-tokens", metavar="N,...", type=integer_list, default=UNSET, help="prefill chunk sizes (16)"
+        "--prefill-tokens",
+        metavar="N,...",
+        type=integer_list,
+        default=UNSET,
+        help="prefill chunk sizes (16,64,256)",
     )
     parser.add_argument(
         "--max-model-len", metavar="N", type=int, default=UNSET, help="longest prompt plus answer, in tokens"

@@ -30,8 +30,9 @@ def run_one(function, program=None, **options):
 
 
 def test_the_report_says_what_ran_in_order():
-    report = PassManager(PASSES_EXACT, disabled=["remove_dead_code"]).run(program_of())
-    assert [record["name"] for record in report.to_records()] == ["canonicalize", "remove_dead_code"]
+    report = PassManager(PASSES_EXACT[:3], disabled=["remove_dead_code"]).run(program_of())
+    names = [record["name"] for record in report.to_records()]
+    assert names == ["canonicalize", "remove_dead_code", "fuse_compress"]
     assert report.disabled == ("remove_dead_code",) and report.approximate == ()
     assert report.results[1].rewrites is None
 
@@ -43,8 +44,8 @@ def test_the_identity_of_a_pass_is_its_source():
 
 def test_the_report_of_two_runs_is_the_same_and_has_no_times():
     times = []
-    first = PassManager(PASSES_EXACT).run(program_of(), progress=lambda *item: times.append(item))
-    assert first == PassManager(PASSES_EXACT).run(program_of())
+    first = PassManager(PASSES_EXACT[:2]).run(program_of(), progress=lambda *item: times.append(item))
+    assert first == PassManager(PASSES_EXACT[:2]).run(program_of())
     assert [name for name, _, _ in times] == ["canonicalize", "remove_dead_code"]
     assert "seconds" not in str(first.to_records())
 
@@ -191,7 +192,7 @@ def test_inner_metadata_is_recomputed():
 def test_the_program_still_runs_after_passes():
     program = program_of()
     expected = program.module()(X, X)
-    PassManager(PASSES_EXACT).run(program)
+    PassManager(PASSES_EXACT, ["check_invariance"]).run(program)
     assert all(torch.equal(a, b) for a, b in zip(program.module()(X, X), expected, strict=True))
 
 

@@ -53,7 +53,7 @@ def inputs():
 def lower_cases(name, cases):
     step = Function(lambda *tensors: tuple(case(*tensors) for case in cases))
     program = capture(step, *inputs())
-    PassManager(PASSES_EXACT).run(program)
+    PassManager(PASSES_EXACT, ["check_invariance"]).run(program)
     lowered = lower_graph(program, name=name, work_dir=scratch() / name)
     extern = lowered.extern_json.read_bytes() if lowered.extern_json else None
     return CompiledGraph.open(lowered.shared_object, extern, name=name)

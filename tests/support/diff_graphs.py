@@ -80,7 +80,7 @@ class GoldenGraphs:
         for spec in specs:
             weights = store_specs(config, MAX_MODEL_LEN)
             program = capture(spec, config, PRECISIONS[precision], layout, weights, fused=False)
-            PassManager(PASSES_EXACT).run(program)
+            PassManager(PASSES_EXACT, ["check_invariance"]).run(program)
             self.programs[spec.name] = program
         self._layout = layout
 

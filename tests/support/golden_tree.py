@@ -22,7 +22,7 @@ from deepinfer.settings import CompileConfig
 from deepinfer.weight_file import write_weight_file
 
 # Any x86-64-v3 machine gives the same.
-OPTIONS = CompileConfig(precision="float32", isa="avx2")
+OPTIONS = CompileConfig(precision="float32", isa="avx2", decode_rows=(4,), prefill_tokens=(16,))
 WEIGHTS = "weights/model.safetensors"
 
 
