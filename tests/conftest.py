@@ -60,7 +60,7 @@ def _built_once(golden_dir: Path, shared_dir: Path, precision: str, cache_dir: P
 
 @pytest.fixture(scope="session")
 def float32_artifact(golden_dir: Path, shared_dir: Path, build_cache_dir: Path | None) -> Path:
-    """The golden model compiled for one decode and one prefill size in float32 precision. Must not be changed."""
+    """The golden model compiled in float32 precision, decode-4 and prefill-16. Must not be changed."""
     return _built_once(golden_dir, shared_dir, "float32", build_cache_dir)
 
 
