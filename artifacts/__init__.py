@@ -14,7 +14,7 @@ Writing (`writer.py`, `build_cache.py`)
       .add_file(path, data)                   write a file from memory
       .add_file_from(path, source)            copy a file in
       .create_file(path)                      context manager with `.write(data)`, for large files
-      .finish(manifest) -> artifact_id        fill in `files`, put the artifact in place
+      .finish(manifest, reports) -> artifact_id   fill in `files`, add sidecars, put the artifact in place
     BuildCache(root, max_bytes=4 GiB)       `.get(key)`, `.put(key, files)`: build results by SHA-256 key
     canonical_bytes(value) -> bytes         bytes of a struct: for signature.json, passes.json
     graph_name(phase, bucket)               the directory below graphs/
@@ -27,6 +27,12 @@ Reading (`reader.py`, `inspect.py`)
     TensorEntry                             where a weight lies: path, dtype, shape, offset, size_bytes
     check_compatible(manifest, ...)         refuse another torch version, device, architecture or ISA
     describe(directory) -> dict             what is inside; `render(facts)` makes text of it
+
+Looking at graphs (`graph_view.py`, `pass_texts.py`, `dot.py`)
+    view_graph(directory, graph, after)     a graph's text as it was compiled, or after one of its passes
+    pack_texts(texts) -> bytes              what a build keeps of the texts, in a sidecar of the kind
+                                            `pass_texts_kind(graph)`
+    parse_graph(text), dot_text(nodes)      a graph's text as a drawing for Graphviz
 
 Trust and proof (`trust.py`, `certificate.py`)
     TrustStore(directory=None)              `.record_built(id)`, `.trust(id)`, `.forget(id)`,
@@ -48,7 +54,10 @@ from deepinfer.artifacts.certificate import (
     write_certificate,
     write_report,
 )
+from deepinfer.artifacts.dot import dot_text, parse_graph
+from deepinfer.artifacts.graph_view import GraphView, view_graph
 from deepinfer.artifacts.inspect import describe, render
+from deepinfer.artifacts.pass_texts import pack_texts, pass_texts_kind
 from deepinfer.artifacts.reader import OpenedArtifact, check_compatible, open_artifact
 from deepinfer.artifacts.safetensors_index import TensorEntry
 from deepinfer.artifacts.schema import (
@@ -88,6 +97,7 @@ __all__ = [
     "GraphEntry",
     "GraphResult",
     "GraphSignature",
+    "GraphView",
     "InputSpec",
     "Limits",
     "Manifest",
@@ -108,12 +118,17 @@ __all__ = [
     "check_compatible",
     "default_trust_directory",
     "describe",
+    "dot_text",
     "graph_name",
     "list_certificates",
     "open_artifact",
+    "pack_texts",
+    "parse_graph",
+    "pass_texts_kind",
     "read_certificate",
     "read_report",
     "render",
+    "view_graph",
     "write_certificate",
     "write_report",
 ]

@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deepinfer.artifacts.atomic import locked, replace_file
 from deepinfer.artifacts.canonical import MAX_JSON_BYTES, canonical_bytes, decode_struct
@@ -57,7 +57,7 @@ def read_report(directory: Path | str, kind: str) -> Report | None:
 
 
 def list_certificates(directory: Path | str) -> tuple[list[Certificate], list[str]]:
-    """All certificates of this very artifact, and the names of files that are none of it."""
+    """All certificates of this very artifact, and the names of files that are no sidecar of it."""
     certificates, ignored = [], []
     with _opened(directory) as root_fd:
         _, artifact_id = read_manifest(root_fd)
@@ -65,8 +65,25 @@ def list_certificates(directory: Path | str) -> tuple[list[Certificate], list[st
             try:
                 certificates.append(_load(root_fd, name, artifact_id, Certificate))
             except DeepInferError:
-                ignored.append(name)
+                if not _is_report(root_fd, name, artifact_id):
+                    ignored.append(name)
     return certificates, ignored
+
+
+def report_file(artifact_id: str, kind: str, content: dict[str, Any]) -> tuple[str, bytes]:
+    """Name below `reports/` and bytes of a measurement, for who writes it together with the artifact."""
+    report = Report(artifact_id=artifact_id, kind=kind, content=content)
+    name, data = sidecar_name(kind, artifact_id), canonical_bytes(report)
+    _decode(data, name, artifact_id, Report)  # nothing is written that would not be read
+    return name, data
+
+
+def _is_report(root_fd: int, name: str, artifact_id: str) -> bool:
+    try:
+        _load(root_fd, name, artifact_id, Report)
+    except DeepInferError:
+        return False
+    return True
 
 
 def _write(directory: Path | str, sidecar: Certificate | Report) -> Path:

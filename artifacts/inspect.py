@@ -58,6 +58,9 @@ def render(facts: dict[str, Any]) -> str:
         lines.append(f"graphs      {phase:<8} {' '.join(str(bucket) for bucket in buckets)}")
     lines += [f"pass        {info['name']}{_pass_note(info)}" for info in facts["passes"]]
     lines += [f"switched off  {name}" for name in facts["disabled_passes"]]
+    for graph, fired in facts["fired"].items():
+        counts = ", ".join(f"{name} {count}" for name, count in fired.items())
+        lines.append(f"fired       {graph:<14} {counts or 'nothing'}")
     for certificate in facts["certificates"]:
         lines.append(
             f"certificate {certificate['kind']}: {certificate['verdict']}, {len(certificate['graphs'])} "
@@ -68,7 +71,7 @@ def render(facts: dict[str, Any]) -> str:
         lines.append("certificate none")
     lines += [f"ignored     reports/{name}" for name in facts["reports_ignored"]]
     lines += [f"file        {_size(entry['bytes']):>12}  {entry['path']}" for entry in facts["files"]]
-    return "".join(f"{_printable(line)}\n" for line in lines)
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def _facts(artifact: OpenedArtifact) -> dict[str, Any]:
@@ -82,6 +85,10 @@ def _facts(artifact: OpenedArtifact) -> dict[str, Any]:
             rewrites[result.name] = rewrites.get(result.name, 0) + result.rewrites
     for info in facts["passes"]:
         info["rewrites"] = rewrites.get(info["name"], 0)
+    facts["fired"] = {
+        graph: {result.name: result.rewrites for result in report.passes if result.rewrites}
+        for graph, report in artifact.pass_reports.items()
+    }
     facts["artifact_id"] = artifact.artifact_id
     facts["buckets"] = buckets
     facts["total_file_bytes"] = sum(entry.bytes for entry in artifact.manifest.files)
@@ -117,6 +124,8 @@ def _size(number: int) -> str:
     return f"{number / 10**12:.1f} TB"
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """Texts come from a file that may be hostile: no control character reaches the terminal."""
+    if line.isprintable():
+        return line
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)

@@ -14,14 +14,16 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
 from deepinfer.artifacts import atomic
 from deepinfer.artifacts.canonical import artifact_id_of, canonical_bytes
+from deepinfer.artifacts.certificate import report_file
 from deepinfer.artifacts.files import CHUNK_BYTES, open_parent, split_path
 from deepinfer.artifacts.replaceable import check_replaceable
 from deepinfer.artifacts.schema import MANIFEST_NAME, REPORTS_DIRECTORY, FileEntry, Manifest
@@ -119,11 +121,13 @@ class ArtifactWriter:
                     os.close(descriptor)
         self._entries[path] = FileEntry(path=path, bytes=file.size, sha256=file.hexdigest())
 
-    def finish(self, manifest: Manifest) -> str:
+    def finish(self, manifest: Manifest, reports: Mapping[str, dict[str, Any]] | None = None) -> str:
         """Complete the manifest with the files that were added, put the artifact in place, return its id.
 
-        `manifest.files` must be empty; graphs are sorted here. Raises ArtifactFormatError for a manifest
-        that no reader would take, ArtifactWriteError when the target cannot be written.
+        `manifest.files` must be empty; graphs are sorted here. `reports` are sidecars to put beside the
+        files, content by kind: they appear with the artifact, and its id does not depend on them. Raises
+        ArtifactFormatError for a manifest that no reader would take, ArtifactWriteError when the target
+        cannot be written.
         """
         assert self._content_fd >= 0, "the writer is not open"
         assert not manifest.files, "the writer fills in the files"
@@ -131,13 +135,14 @@ class ArtifactWriter:
         graphs = tuple(sorted(manifest.graphs, key=graph_order))
         data = canonical_bytes(msgspec.structs.replace(manifest, files=entries, graphs=graphs))
         decode_manifest(data)  # types and rules: nothing is written that a reader would refuse
+        artifact_id = artifact_id_of(data)
+        sidecars = dict(report_file(artifact_id, kind, content) for kind, content in (reports or {}).items())
         with self._reported(str(self._target)):
-            descriptor = atomic.create_file(self._content_fd, MANIFEST_NAME)
-            try:
-                atomic.write_all(descriptor, data)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            if sidecars:
+                self._make_directories((REPORTS_DIRECTORY,))
+            for name, content in sidecars.items():
+                self._write_whole((REPORTS_DIRECTORY, name), content)
+            self._write_whole((MANIFEST_NAME,), data)
             for directory in sorted(self._directories, reverse=True):
                 with open_parent(self._content_fd, (*directory.split("/"), ".")) as directory_fd:
                     os.fsync(directory_fd)
@@ -146,7 +151,17 @@ class ArtifactWriter:
                 self._put_in_place()
         self._content_fd = -1
         self._sync_parent()
-        return artifact_id_of(data)
+        return artifact_id
+
+    def _write_whole(self, components: tuple[str, ...], data: bytes) -> None:
+        """Write a file that the manifest does not list."""
+        with open_parent(self._content_fd, components) as directory_fd:
+            descriptor = atomic.create_file(directory_fd, components[-1])
+        try:
+            atomic.write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _make_directories(self, components: tuple[str, ...]) -> None:
         for depth in range(1, len(components) + 1):

@@ -14,7 +14,7 @@ from deepinfer import errors
 from deepinfer.artifacts import BuildCache
 from deepinfer.build_key import graph_key
 from deepinfer.build_process import WorkerProcesses, python_command, work_directory
-from deepinfer.build_worker import ARTIFACT_FILES, Job
+from deepinfer.build_worker import ARTIFACT_FILES, PASS_TEXTS_FILE, Job
 from deepinfer.errors import BuildError, DeepInferError
 from deepinfer.progress import Progress
 
@@ -26,10 +26,14 @@ _MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class BuiltGraph:
-    """One graph of a build: its files by name, and what there is to tell about it."""
+    """One graph of a build: its files by name, and what there is to tell about it.
+
+    `pass_texts` is for a sidecar: the graph's text after every pass, packed, or None if it was not kept.
+    """
 
     name: str
     files: dict[str, bytes]
+    pass_texts: bytes | None
     nodes_captured: int
     nodes: int
     rewrites: int
@@ -80,7 +84,8 @@ def _build_one(
     progress.advance(job.spec.name)
     return BuiltGraph(
         name=job.spec.name,
-        files={name: data for name, data in files.items() if name != _FACTS},
+        files={name: data for name, data in files.items() if name in ARTIFACT_FILES},
+        pass_texts=files.get(PASS_TEXTS_FILE),
         seconds=time.perf_counter() - started,
         from_cache=from_cache,
         **facts,
@@ -95,7 +100,7 @@ def _run_worker(job: Job, work_dir: Path, running: WorkerProcesses) -> dict[str,
         code, output = running.run(python_command("deepinfer.build_worker", str(job_file)), work_dir)
         if code or not (work_dir / _FACTS).exists():
             raise _worker_error(job, work_dir, code, output)
-        names = [name for name in (*ARTIFACT_FILES, _FACTS) if (work_dir / name).exists()]
+        names = [name for name in (*ARTIFACT_FILES, PASS_TEXTS_FILE, _FACTS) if (work_dir / name).exists()]
         return {name: (work_dir / name).read_bytes() for name in names}
     except OSError as error:
         raise BuildError(

@@ -22,6 +22,7 @@ from deepinfer.artifacts import (
     PassReport,
     PassResult,
     canonical_bytes,
+    pack_texts,
 )
 from deepinfer.build_key import lowering_key
 from deepinfer.errors import DeepInferError
@@ -36,13 +37,14 @@ from deepinfer.passes.capture_safety import check_captured
 from deepinfer.passes.frozen_values import check_same_trace
 from deepinfer.passes.fuse import PREFIX as FUSION_PREFIX
 from deepinfer.passes.lower import LoweredGraph, lower_graph
-from deepinfer.passes.manager import PassManager
+from deepinfer.passes.manager import PassManager, Record
 from deepinfer.passes.manager import PassReport as ManagerReport
 from deepinfer.passes.pipeline import exact_passes
 from deepinfer.passes.same_calls import check_same_calls
 from deepinfer.passes.text import graph_text
 
 ARTIFACT_FILES = ("model.so", "model.json", "signature.json", "graph.txt", "passes.json")
+PASS_TEXTS_FILE = "pass_texts.json"  # for a sidecar: the artifact's identity does not depend on it
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,12 +77,15 @@ def build_graph(job: Job) -> None:
     load_host_library(Path(job.cache_dir) / "native")
     program = captured_program(job)
     nodes_captured = len(program.graph.nodes)
-    report = run_passes(job, program)
+    texts: list[tuple[str, str]] = []
+    report = run_passes(job, program, lambda after, text: texts.append((after, text)))
     text = graph_text(program.graph_module)
     for name, data in lowered_files(job, program, text).items():
         (work_dir / name).write_bytes(data)
     (work_dir / "graph.txt").write_text(text)
     (work_dir / "passes.json").write_bytes(canonical_bytes(pass_results(report)))
+    if (packed := pack_texts(texts)) is not None:
+        (work_dir / PASS_TEXTS_FILE).write_bytes(packed)
     facts = {
         "nodes_captured": nodes_captured,
         "nodes": len(program.graph.nodes),
@@ -107,7 +112,7 @@ def lowered_files(job: Job, program: ExportedProgram, text: str) -> dict[str, by
     return files
 
 
-def run_passes(job: Job, program: ExportedProgram) -> ManagerReport:
+def run_passes(job: Job, program: ExportedProgram, record: Record | None = None) -> ManagerReport:
     """Run the pipeline on the job's graph, in place. Fusions must fire as often as the config asks for.
 
     With a fusion switched off, others may find more than they should, in what it leaves: nothing is counted.
@@ -118,7 +123,8 @@ def run_passes(job: Job, program: ExportedProgram) -> ManagerReport:
         counts = fused_calls(parse_config(job.config), job.phase)
     dump_dir = Path(job.dump_dir) if job.dump_dir else None
     passes = exact_passes(forms)
-    report = PassManager(passes, job.disabled_passes, dump_dir).run(program, counts, name=job.spec.name)
+    manager = PassManager(passes, job.disabled_passes, dump_dir)
+    report = manager.run(program, counts, name=job.spec.name, record=record)
     # a second trace, with every op as one call, must come out the same
     if not job.disabled_passes:
         again = capture(*_what_to_trace(job))

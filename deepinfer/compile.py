@@ -5,6 +5,7 @@ the toolchain alone, so that the same inputs give the same bytes.
 """
 
 import hashlib
+import json
 import platform
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from deepinfer.artifacts import (
     TrustStore,
     WeightsInfo,
     canonical_bytes,
+    pass_texts_kind,
 )
 from deepinfer.build_graphs import BuiltGraph, build_graphs
 from deepinfer.build_worker import Job
@@ -120,8 +122,9 @@ def compile_model(
     """Compile the checkpoint in `model_dir` into the artifact `out_dir`.
 
     `force` replaces an artifact that is there. `cache_dir` keeps finished graphs for later builds; `dump_dir`
-    gets the graph's text after every pass. With `certify` the artifact is compared with the eager model and
-    the result is written beside it. The artifact's id is recorded as built by this user.
+    gets every graph's text before its first pass and after every one. With `certify` the artifact is
+    compared with the eager model and the result is written beside it. The artifact's id is recorded as built
+    by this user.
 
     Raises ModelError for an unusable checkpoint, SettingsError for options that do not suit it, BuildError
     when a graph cannot be compiled, ArtifactWriteError when the output cannot be written, and
@@ -148,7 +151,7 @@ def compile_model(
         for name, data in sorted(sources.text_files.items()):
             writer.add_file(f"tokenizer/{name}", data)
         weights_bytes = _write_weights(writer, build, sources, progress)
-        artifact_id = writer.finish(_manifest(build, sources, library, weights_bytes))
+        artifact_id = writer.finish(_manifest(build, sources, library, weights_bytes), _sidecars(graphs))
     trust_store.record_built(artifact_id)
     certified, explanation = None, "not compared with the eager model"
     if certify:
@@ -166,6 +169,12 @@ def compile_model(
         certified=certified,
         explanation=explanation,
     )
+
+
+def _sidecars(graphs: list[BuiltGraph]) -> dict[str, dict[str, Any]]:
+    """What is kept beside the artifact's identity, by kind: the text of every graph after every pass."""
+    kept = ((graph.name, graph.pass_texts) for graph in graphs)
+    return {pass_texts_kind(name): json.loads(data) for name, data in kept if data is not None}
 
 
 def _resolve(model_dir: Path, options: CompileConfig) -> _Build:

@@ -101,6 +101,7 @@ class PassReport:
 
 
 Progress = Callable[[str, int, float], None]  # pass name, rewrites, seconds
+Record = Callable[[str, str], None]  # pass name (`captured` before the first), text of the graph after it
 
 
 class PassManager:
@@ -130,8 +131,9 @@ class PassManager:
         *,
         name: str = "graph",
         progress: Progress | None = None,
+        record: Record | None = None,
     ) -> PassReport:
-        """Run the pipeline on the program's graph, in place, and report.
+        """Run the pipeline on the program's graph, in place, and report; `record` is given every text.
 
         Raises PassError when a pass breaks a rule of the package, misreports, or fires another number of
         times than it states for `facts`.
@@ -140,14 +142,14 @@ class PassManager:
         contract = contract_of(graph_module)
         check_structure(graph_module, contract, f"{name} before passes")
         check_metadata(graph_module, f"{name} before passes")
-        self._dump(name, 0, "captured", graph_module)
+        self._keep_text(name, 0, "captured", graph_module, record)
         results = []
         for index, step in enumerate(self._passes, start=1):
             expected = step.expected(facts) if step.expected is not None else None
             rewrites, nodes_before = None, len(graph_module.graph.nodes)
             if step.name not in self._disabled:
                 rewrites = self._run_one(step, graph_module, contract, f"{name}, pass {step.name}", progress)
-                self._dump(name, index, step.name, graph_module)
+                self._keep_text(name, index, step.name, graph_module, record)
                 if expected is not None and rewrites != expected:
                     raise _wrong_count(step, graph_module, rewrites, expected, name)
             nodes = (nodes_before, len(graph_module.graph.nodes))
@@ -177,11 +179,15 @@ class PassManager:
             progress(step.name, rewrites, seconds)
         return rewrites
 
-    def _dump(self, name: str, index: int, step: str, graph_module: fx.GraphModule) -> None:
+    def _keep_text(
+        self, name: str, index: int, step: str, graph_module: fx.GraphModule, record: Record | None
+    ) -> None:
         if self._dump_dir is not None:
             folder = self._dump_dir / name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{index:02d}-{step}.txt").write_text(graph_text(graph_module), encoding="utf-8")
+        if record is not None:
+            record(step, graph_text(graph_module))
 
 
 def _wrong_count(

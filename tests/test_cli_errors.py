@@ -187,6 +187,31 @@ def test_each_kind_of_failure_has_its_exit_code(
         _one_line(printed.err)
 
 
+def test_a_dump_goes_where_the_flag_says_else_where_the_variable_says(
+    tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = []
+
+    def compile_model(*_: object, dump_dir: Path | None, **__: object) -> object:
+        places.append(dump_dir)
+        raise BuildError("x")
+
+    stub("deepinfer.compile", "compile_model", compile_model)
+    arguments = [str(tmp_path), "-o", "out", "-q"]
+    assert compile_command.main(arguments) == 3
+    monkeypatch.setenv("DEEPINFER_DUMP", str(tmp_path / "by-variable"))
+    assert compile_command.main(arguments) == 3
+    flag = tmp_path / "by" / "flag"
+    assert compile_command.main([*arguments, "--dump", str(flag)]) == 3
+    assert places == [None, tmp_path / "by-variable", flag] and flag.is_dir()
+    capsys.readouterr()
+    (tmp_path / "file").write_text("mine")
+    for dump in ("file", "file/below"):
+        assert compile_command.main([*arguments, "--dump", str(tmp_path / dump)]) == 2
+        assert str(tmp_path / dump) in _one_line(capsys.readouterr().err)
+    assert len(places) == 3
+
+
 def test_a_failure_is_an_object_on_stdout_for_machines(
     tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,6 +293,32 @@ def test_inspect_shows_what_is_inside_and_needs_no_torch(float32_artifact: Path)
     assert facts["precision"] == "float32" and facts["options"]["decode_rows"] == [4]
 
 
+@pytest.mark.parametrize("flags", [(), ("--after", "captured"), ("--dot", "-")])
+def test_inspect_shows_a_graph_and_needs_no_torch(float32_artifact: Path, flags: tuple[str, ...]) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from deepinfer.cli.main import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "inspect", str(float32_artifact), "--graph", "decode-4", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    compiled = (float32_artifact / "graphs/decode-4/graph.txt").read_text()
+    if "--dot" in flags:
+        assert done.stdout.startswith('digraph "decode-4" {\n') and done.stdout.endswith("\n}\n")
+        assert done.stdout.count(" [label=") == compiled.count("\n")
+    elif flags:
+        assert done.stdout.count("\n") > compiled.count("\n") and done.stdout.startswith("%0 = input ")
+    else:
+        assert done.stdout == compiled
+
+
 def test_trust_of_what_was_built_here_changes_nothing(
     float32_artifact: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

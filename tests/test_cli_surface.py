@@ -13,11 +13,12 @@ from deepinfer.cli import diff as diff_command
 from deepinfer.cli import main as main_command
 
 COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-tokens --max-model-len \
---max-num-seqs --jobs --config --plan --force --json -q --quiet --version"
+--max-num-seqs --jobs --config --plan --dump --force --json -q --quiet --version"
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \
 --num-threads --config --json -q --quiet --version"
-EXAMINE = "OUT -h --help --json -q --quiet --version"
+INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
+TRUST = "OUT -h --help --json -q --quiet --version"
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:
@@ -44,8 +45,8 @@ def test_the_subcommands_and_their_flags_are_the_listed_ones() -> None:
     parsers = _subparsers()
     assert {name: _flags(parser) for name, parser in parsers.items()} == {
         "generate": set(GENERATE.split()),
-        "inspect": set(EXAMINE.split()),
-        "trust": set(EXAMINE.split()),
+        "inspect": set(INSPECT.split()),
+        "trust": set(TRUST.split()),
     }
 
 

@@ -19,6 +19,7 @@ from deepinfer.cli.common import (
     run_command,
     to_json,
 )
+from deepinfer.errors import UsageError
 from deepinfer.settings import UNSET, CompileConfig, load_settings
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
         "--jobs", metavar="N", type=int, default=UNSET, help="worker processes (physical cores)"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in YAML; flags win over it")
+    parser.add_argument("--dump", metavar="DIR", type=Path, help="write every graph's text after every pass")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     add_output_flags(parser, "print the result as one JSON object")
     return parser
@@ -79,8 +81,8 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     """Build or plan, and print the result; 1 when it differs from the eager model. Raises DeepInferError."""
     parser = build_parser(with_output="--plan" not in arguments)
     options = parser.parse_args(join_lists(arguments, _LISTS))
-    if options.plan and (options.output is not None or options.force):
-        parser.error("--plan writes nothing: leave out -o/--output and --force")
+    if options.plan and (options.output is not None or options.force or options.dump is not None):
+        parser.error("--plan writes nothing: leave out -o/--output, --dump and --force")
     settings = load_settings(
         options.config,
         compile_flags={
@@ -95,6 +97,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     if options.plan:
         return _plan(options, settings.compile, environment)
     model = existing_folder(options.model, "MODEL")
+    dump_dir = _dump_folder(environment.dump_dir if options.dump is None else options.dump)
     from deepinfer.compile import compile_model
 
     with progress_for(options) as progress:
@@ -105,7 +108,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
             force=options.force,
             progress=progress,
             cache_dir=environment.cache_dir,
-            dump_dir=environment.dump_dir,
+            dump_dir=dump_dir,
         )
     print(to_json(_as_dict(result)) if options.json else _as_text(result))
     return EXIT_DIFFERENT if result.certified is False else 0
@@ -119,6 +122,18 @@ def _plan(options: argparse.Namespace, config: CompileConfig, environment: Envir
         plan = plan_model(options.model, config, cache_dir=environment.cache_dir, progress=progress)
     print(to_json(plan.to_dict()) if options.json else plan_text(plan))
     return 0
+
+
+def _dump_folder(path: Path | None) -> Path | None:
+    """The folder for dumps, made if need be; raises UsageError now, not after a graph was traced."""
+    if path is not None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot be a folder: {error.strerror}", where=f"dump {path}", action="name another"
+            ) from error
+    return path
 
 
 def _as_dict(result: "CompileResult") -> dict[str, object]:

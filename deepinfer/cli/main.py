@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepinfer.cli import generate
+from deepinfer.cli import generate, inspect
 from deepinfer.cli.common import (
     Environment,
     StrictParser,
@@ -22,13 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     generate.add_parser(commands)
-    for name, summary in (
-        ("inspect", "show what an artifact holds, executing nothing"),
-        ("trust", "allow an artifact's native code to run as this user"),
-    ):
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("artifact", metavar="OUT", type=Path, help="artifact")
-        add_output_flags(command, "print one JSON object")
+    inspect.add_parser(commands)
+    summary = "allow an artifact's native code to run as this user"
+    trust = commands.add_parser("trust", help=summary, description=summary)
+    trust.add_argument("artifact", metavar="OUT", type=Path, help="artifact")
+    add_output_flags(trust, "print one JSON object")
     return parser
 
 
@@ -36,16 +34,8 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     """Dispatch to the subcommand. Raises DeepInferError."""
     options = build_parser().parse_args(arguments)
     existing_folder(options.artifact, "OUT")
-    commands = {"generate": generate.run, "inspect": _inspect, "trust": _trust}
+    commands = {"generate": generate.run, "inspect": inspect.run, "trust": _trust}
     return commands[options.command](options)
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from deepinfer.artifacts.inspect import describe, render
-
-    facts = describe(options.artifact)
-    print(to_json(facts) if options.json else render(facts).rstrip("\n"))
-    return 0
 
 
 def _trust(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import tiny_build
 from tiny_checkpoint import write_tiny_checkpoint
+
+from deepinfer.artifacts import open_artifact, view_graph
 
 Caches = Callable[..., Path]
 
@@ -43,9 +46,9 @@ def _build_elsewhere(place: Path, cache: Path, model: Path, *flags: str, **varia
     return out
 
 
-def _without_reports(files: dict[str, bytes]) -> dict[str, bytes]:
+def _without_certificates(files: dict[str, bytes]) -> dict[str, bytes]:
     """Certificates are beside the identity: they hold measurements."""
-    return {path: data for path, data in files.items() if not path.startswith("reports/")}
+    return {path: data for path, data in files.items() if not path.startswith("reports/eager-")}
 
 
 def test_two_builds_give_the_same_bytes_and_a_dump_shows_every_pass(
@@ -64,22 +67,42 @@ def test_two_builds_give_the_same_bytes_and_a_dump_shows_every_pass(
         OMP_NUM_THREADS="2",
         LC_ALL="C.UTF-8",
     )
-    assert _without_reports(tiny_build.tree(out)) == tiny_build.tree(tiny_artifact)
+    assert _without_certificates(tiny_build.tree(out)) == tiny_build.tree(tiny_artifact)
     _check_dump(dump, out)
 
 
 def _check_dump(dump: Path, out: Path) -> None:
-    """Text before the first pass and after every one, the last of it being what was lowered."""
+    """Text before the first pass and after every one, the last of it being what was lowered; all kept too."""
     assert {path.name for path in dump.iterdir()} == set(tiny_build.GRAPHS)
     for name in tiny_build.GRAPHS:
         report = json.loads((out / "graphs" / name / "passes.json").read_bytes())
         steps = ["captured", *(result["name"] for result in report["passes"])]
         texts = sorted((dump / name).iterdir())
         assert [path.stem for path in texts] == [f"{i:02d}-{step}" for i, step in enumerate(steps)]
+        kept = [view_graph(out, name, step).text for step in steps]
+        assert kept == [path.read_text() for path in texts]
         assert texts[-1].read_bytes() == (out / "graphs" / name / "graph.txt").read_bytes()
         for before, after, result in zip(texts, texts[1:], report["passes"], strict=False):
             assert (before.read_bytes() != after.read_bytes()) == (result["rewrites"] > 0)
     assert b"exp" in (dump / "prefill-8" / "00-captured.txt").read_bytes()
+
+
+def test_texts_after_every_pass_are_kept_from_the_cache_and_are_not_of_the_artifact(
+    tiny_model: Path, tiny_artifact: Path, parent: Path, make_cache: Caches
+) -> None:
+    result = tiny_build.build(tiny_model, parent / "out", make_cache())
+    assert all(graph.from_cache for graph in result.graphs)
+    with open_artifact(parent / "out") as artifact:
+        assert not [path for path in artifact.paths if path.startswith("reports/") or "pass_texts" in path]
+        for name in tiny_build.GRAPHS:
+            kept = f"reports/passes-{name}-{artifact.artifact_id[:16]}.json"
+            assert (parent / "out" / kept).read_bytes() == (tiny_artifact / kept).read_bytes()
+            captured = view_graph(parent / "out", name, "captured").text
+            assert captured.startswith("%0 = input ")
+            assert view_graph(parent / "out", name).text.startswith("%0 = input ")
+    shutil.rmtree(parent / "out" / "reports")
+    with open_artifact(parent / "out") as artifact:
+        assert artifact.artifact_id == result.artifact_id
 
 
 @pytest.mark.slow
@@ -91,7 +114,7 @@ def test_two_builds_of_all_kinds_of_layers_give_the_same_bytes(tmp_path: Path) -
         model = write_tiny_checkpoint(place / "model")
         cache = place / "cache"
         outs.append(_build_elsewhere(place, cache, model, f"--jobs={number + 1}", **variables))
-    first, second = (_without_reports(tiny_build.tree(out)) for out in outs)
+    first, second = (_without_certificates(tiny_build.tree(out)) for out in outs)
     assert first.keys() == second.keys()
     assert [path for path in first if first[path] != second[path]] == []
     manifest = json.loads(first["manifest.json"])

@@ -56,10 +56,15 @@ def test_dumps_show_the_graph_before_and_after(tmp_path):
         node.target = aten.log.default
         return 1
 
-    PassManager([Pass("swap", swap, exact=False)], dump_dir=tmp_path).run(program_of(), name="decode-4")
+    recorded = []
+    PassManager([Pass("swap", swap, exact=False), Pass("off", swap)], ["off"], tmp_path).run(
+        program_of(), name="decode-4", record=lambda *text: recorded.append(text)
+    )
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt"))
     assert files == ["decode-4/00-captured.txt", "decode-4/01-swap.txt"]
-    assert "aten.exp" in (tmp_path / files[0]).read_text() and "aten.log" in (tmp_path / files[1]).read_text()
+    texts = [(tmp_path / file).read_text() for file in files]
+    assert "aten.exp" in texts[0] and "aten.log" in texts[1]
+    assert recorded == [("captured", texts[0]), ("swap", texts[1])]
 
 
 def test_approximate_passes_are_listed_if_they_fired():
