@@ -6,6 +6,7 @@ caches are lifted, so that a graph names them but holds none of their values.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +137,9 @@ def capture(
     try:
         with FakeTensorMode(), captured_ops(fused=fused), torch.no_grad():
             module, arguments = _captured_module(spec, config, precision, layout, weight_specs)
-            return torch.export.export(module, arguments, strict=False)
+            # a graph's text names no source lines, and finding them is a third of the time
+            with mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True):
+                return torch.export.export(module, arguments, strict=False)
     except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, UsageError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CaptureError(
