@@ -62,6 +62,17 @@ def lowering_key(text: str, node_names: Sequence[str], name: str, isa: str) -> s
     return _key(isa, text=text, nodes=list(node_names), name=name, isa=isa, sources=digest.hexdigest())
 
 
+def comparison_key(artifact_id: str, isa: str) -> str:
+    """Return the key of an artifact's comparison with the eager model.
+
+    The artifact's id covers its files and the checkpoint; the eager model and the comparison are our sources.
+    """
+    digest = hashlib.sha256(sources_sha256().encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        _update(digest, path.name, path)
+    return _key(isa, artifact_id=artifact_id, sources=digest.hexdigest())
+
+
 def _key(target_isa: str, **identity: Any) -> str:
     """Digest of an identity together with the tools that make native code for an instruction set."""
     tools = {

@@ -35,8 +35,8 @@ from deepinfer.artifacts import (
 )
 from deepinfer.build_graphs import BuiltGraph, build_graphs
 from deepinfer.build_worker import Job
-from deepinfer.diff import certify_artifact
-from deepinfer.errors import ArtifactMismatchError, ConfigError
+from deepinfer.certification import certified_once
+from deepinfer.errors import ConfigError
 from deepinfer.graphs import cache_layout as declared
 from deepinfer.graphs.capture import GraphSpec, residual_taps
 from deepinfer.graphs.checkpoint import Checkpoint
@@ -156,7 +156,15 @@ def compile_model(
     certified, explanation = None, "not compared with the eager model"
     if certify:
         try:
-            certified, explanation = _certify(out_dir, build, trust_store, progress)
+            certified, explanation = certified_once(
+                out_dir,
+                artifact_id,
+                model_dir,
+                build.isa,
+                cache_dir,
+                trust_store=trust_store,
+                progress=progress,
+            )
         except BaseException:
             progress.say(f"{out_dir} is complete, but was not compared: deepinfer-diff does that")
             raise
@@ -322,17 +330,6 @@ def _cache_section(layout: declared.CacheLayout) -> CacheLayout:
             for region in layout.regions
         ),
     )
-
-
-def _certify(
-    out_dir: Path, build: _Build, trust_store: TrustStore, progress: Progress
-) -> tuple[bool | None, str]:
-    try:
-        report = certify_artifact(out_dir, build.model_dir, progress=progress, trust_store=trust_store)
-    except ArtifactMismatchError as error:
-        # code for another processor cannot be run here; the proof is made where it can be
-        return None, f"not compared with the eager model: {error.what}"
-    return report.passed, report.explanation
 
 
 def _summary(graph: BuiltGraph) -> GraphSummary:

@@ -4,8 +4,9 @@ Packed, it holds matrices in the layouts that the native products read fastest: 
 The eager model uses the plain store, artifacts hold the packed one.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from deepinfer.graphs.rope import COMPRESSED_TABLE, WINDOW_TABLE, rope_tables
 from deepinfer.graphs.weights import weight_loaders, weight_specs
 from deepinfer.kernels.packing import pack_linear, pack_linear_fp4, pack_linear_fp8
 
-Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Spec = tuple[tuple[int, ...], torch.dtype]
+Specs = dict[str, Spec]
 Loaders = dict[str, Callable[[], Tensor]]
 
 # weights of `linear`; those with scales are told by their names' ends
@@ -29,12 +31,16 @@ def store_specs(config: ModelConfig, max_model_len: int, *, packed: bool = False
     specs: Specs = {**weight_specs(config), WINDOW_TABLE: table, COMPRESSED_TABLE: table}
     if not packed:
         return specs
-    shapes = {
-        name: partial(torch.empty, shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in specs.items()
-    }
-    tensors = {name: make() for name, make in _packed(shapes).items()}
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    for pack, parts in _packings(specs).values():
+        specs.update(zip(parts, _packed_specs(pack, *(specs[part] for part in parts)), strict=True))
+    return specs
+
+
+@cache  # layers repeat each other's shapes
+def _packed_specs(pack: Callable[..., Any], *parts: Spec) -> tuple[Spec, ...]:
+    results = pack(*(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parts))
+    results = results if isinstance(results, tuple) else (results,)
+    return tuple((tuple(result.shape), result.dtype) for result in results)
 
 
 def store_loaders(
@@ -58,28 +64,30 @@ def build_store(
     return {name: load() for name, load in loaders.items()}
 
 
-def _packed(loaders: Mapping[str, Callable[[], Tensor]]) -> Loaders:
-    """Wrap the loaders of matrices so that they make the packed form."""
-    packed: Loaders = dict(loaders)
-    for name, load in loaders.items():
+def _packings(names: Iterable[str]) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
+    """How the matrices among the tensors are packed, by name: the function, and its arguments by name."""
+    known = set(names)
+    packings: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
+    for name in names:
         scale = name.removesuffix("weight") + "scale"
         if name == "head" or name.endswith(_LINEAR):
-            packed[name] = partial(_packed_linear, load)
-        elif name.endswith(".weight") and scale in loaders:
+            packings[name] = pack_linear, (name,)
+        elif name.endswith(".weight") and scale in known:
             pack = pack_linear_fp4 if ".ffn.experts." in name else pack_linear_fp8
-            pair = (pack, load, loaders[scale])
-            packed[name], packed[scale] = partial(_packed_part, *pair, 0), partial(_packed_part, *pair, 1)
+            packings[name] = pack, (name, scale)
+    return packings
+
+
+def _packed(loaders: Loaders) -> Loaders:
+    """Wrap the loaders of matrices so that they make the packed form."""
+    packed = dict(loaders)
+    for pack, parts in _packings(loaders).values():
+        loads = tuple(loaders[part] for part in parts)
+        packed |= {part: partial(_packed_part, pack, loads, number) for number, part in enumerate(parts)}
     return packed
 
 
-def _packed_linear(load: Callable[[], Tensor]) -> Tensor:
-    return pack_linear(load()).contiguous()
-
-
-def _packed_part(
-    pack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    load_weight: Callable[[], Tensor],
-    load_scale: Callable[[], Tensor],
-    part: int,
-) -> Tensor:
-    return pack(load_weight(), load_scale())[part].contiguous()
+def _packed_part(pack: Callable[..., Any], loads: tuple[Callable[[], Tensor], ...], number: int) -> Tensor:
+    results = pack(*(load() for load in loads))
+    part: Tensor = results[number] if isinstance(results, tuple) else results
+    return part.contiguous()

@@ -26,7 +26,8 @@ from deepinfer.weight_file import file_bytes
 
 
 def options(**changes: Any) -> CompileConfig:
-    return CompileConfig(**{"max_model_len": 64, "max_num_seqs": 2, **changes})
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "decode_rows": (4,), "prefill_tokens": (16,)}
+    return CompileConfig(**{**sizes, **changes})
 
 
 def write_config(folder: Path, content: dict[str, Any], name: str = "config.json") -> Path:
