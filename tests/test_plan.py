@@ -43,8 +43,9 @@ def two_layers() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def golden_plan(golden_dir: Path, build_cache_dir: Path | None) -> BuildPlan:
-    """The plan of the golden model with default settings."""
-    return plan_model(golden_dir, cache_dir=build_cache_dir)
+    """The plan of the golden model at one size per phase."""
+    sizes = CompileConfig(decode_rows=(4,), prefill_tokens=(16,))
+    return plan_model(golden_dir, sizes, cache_dir=build_cache_dir)
 
 
 @pytest.fixture(scope="module")
