@@ -5,7 +5,8 @@ Decides nothing: the batch says what to compute. Inputs live in tensors allocate
 through NumPy views, so a step allocates no inputs and a replay always reads the same addresses.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,7 +44,8 @@ class StepRunner(Protocol):
 class StepBuffers:
     """Static inputs of one prefill or decode graph (T rows, R table lines), as tensors and NumPy views."""
 
-    tensors: list[Tensor]  # int64, in the order in which the graph takes them
+    flat: Tensor  # int64, the memory of all inputs: one copy takes a step to a device
+    tensors: list[Tensor]  # int64 views of it, in the order in which the graph takes them
     token_ids: NDArray[np.int64]  # [T], 0 for padding rows
     positions: NDArray[np.int64]  # [T], -1 for padding rows
     request_index: NDArray[np.int64]  # [T] row -> table line; padding rows 0 (decode: always 0 .. T - 1)
@@ -55,13 +57,18 @@ class StepBuffers:
     lines: list[tuple[int, ...]]  # [R] the tuple each table line was written from
 
     @classmethod
-    def allocate(cls, rows: int, table_size: int, max_blocks: int) -> "StepBuffers":
-        """Buffers that hold padding only."""
+    def allocate(
+        cls, rows: int, table_size: int, max_blocks: int, memory: Callable[[int], Tensor] | None = None
+    ) -> "StepBuffers":
+        """Buffers that hold zeros, in `memory(size)`, int64 on the host; by default anywhere."""
         shapes = [(rows,)] * 3 + [(table_size, max_blocks)] + [(table_size,)] * 4
-        tensors = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+        size = flat_size(shapes)
+        flat = torch.zeros(size, dtype=torch.int64) if memory is None else memory(size).zero_()
+        tensors = views_of(flat, shapes)
         token_ids, positions, request_index, block_table, *lines = (tensor.numpy() for tensor in tensors)
         slot_ids, num_computed_tokens, row_starts, row_counts = lines
         return cls(
+            flat,
             tensors,
             token_ids,
             positions,
@@ -75,11 +82,38 @@ class StepBuffers:
         )
 
 
+_ALIGNMENT = 8  # of an input within the flat memory, in elements: 64 bytes
+
+
+def flat_size(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements of the memory that `views_of` cuts."""
+    return sum(-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+
+
+def views_of(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Contiguous views of `flat [n]`, one after the other, aligned."""
+    views, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        views.append(flat[start : start + size].view(shape))
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return views
+
+
 class CpuModelRunner:
     """Replays an artifact's CPU graphs over its caches. One step at a time; not thread-safe."""
 
-    def __init__(self, limits: Limits, graphs: Mapping[str, Graph], regions: Mapping[str, Tensor]) -> None:
-        """graphs: by name, `decode-4`; regions: cache views in layout order, mutated by every step."""
+    def __init__(
+        self,
+        limits: Limits,
+        graphs: Mapping[str, Graph],
+        regions: Mapping[str, Tensor],
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """graphs: by name, `decode-4`; regions: cache views in layout order, mutated by every step.
+
+        The inputs of every graph lie in `memory(size)`, int64 on the host; by default anywhere.
+        """
         self.limits = limits
         self._graphs = graphs
         self._regions = list(regions.values())
@@ -88,7 +122,7 @@ class CpuModelRunner:
             for bucket in buckets:
                 table_size = bucket if phase == DECODE else limits.prefill_table_size
                 self._buffers[phase, bucket] = StepBuffers.allocate(
-                    bucket, table_size, limits.max_blocks_per_request
+                    bucket, table_size, limits.max_blocks_per_request, memory
                 )
                 if phase == DECODE:
                     self._buffers[phase, bucket].request_index[:] = np.arange(bucket)
@@ -108,6 +142,10 @@ class CpuModelRunner:
     def inputs(self, phase: str, bucket: int) -> list[Tensor]:
         """The static inputs of one step graph, then the cache regions: what every replay passes."""
         return [*self._buffers[phase, bucket].tensors, *self._regions]
+
+    def buffers(self, phase: str, bucket: int) -> StepBuffers:
+        """The static inputs of one step graph."""
+        return self._buffers[phase, bucket]
 
     def fill_step(self, batch: Batch) -> StepBuffers:
         """Writes a batch into the static buffers of its graph, after checking every index in it."""
