@@ -1,8 +1,8 @@
 """A device that exists in name only: it queues, captures and replays on CPU tensors, and watches for faults.
 
-Work is done when somebody waits, as on a device; a host buffer that is written too early shows. While a step
-is watched, every call that makes new memory or reads a value on the host is a fault. A replay with a tensor at
-another address than its capture saw is one too.
+Work is done when somebody waits, as on a device; a host buffer that is written too early shows. While a
+step is watched, every call that makes new memory or reads a value on the host is a fault. So is a replay
+with a tensor at another address than its capture saw.
 """
 
 import contextlib
