@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from deepinfer.graphs.cache_layout import Region
 from deepinfer.graphs.capture import residual_taps
 from deepinfer.graphs.eager import EagerModel, pad_rows
 from deepinfer.graphs.margins import MarginTap
+from deepinfer.graphs.records import record_tail
 from deepinfer.graphs.rows import StepInputs
 
 GROUP_ROWS = 64
@@ -29,6 +31,7 @@ RECORD_PARTS = {
     "compressed_kv": "compressed record",
     "index_key": "index key record",
     "open_group": "open group",
+    "open_index_group": "open index group",
     "token_history": "token history",
 }  # what a comparison calls the cache regions
 QUANTIZED_PARTS = ("window record", "compressed record", "index key record")
@@ -138,6 +141,7 @@ class SideBySide:
         self._biases = {
             layer: eager.weights[f"layers.{layer}.ffn.gate.bias"]
             for layer in range(eager.config.num_hidden_layers)
+            if not eager.config.is_hash_routed(layer)
         }
         self._taught: EagerModel | None = None
         if any(entry.taps for entry in entries):
@@ -288,9 +292,20 @@ class SideBySide:
 
     def _compare_windows(self, expected: Mapping[str, Tensor], inputs: StepInputs, clear: Tensor) -> None:
         """Measure the window records that the step wrote, layer by layer, on the rows that are `clear`."""
+        decode = self._decoders()["window"]
         for layer, ratio in self.windows.items():
             region = self.eager.layout.region(f"layers.{layer}.window")
-            self._add_records(ratio, region, self.eager.precision.window_vector, expected, inputs, clear)
+            self._add_records(ratio, region, decode, expected, inputs, clear)
+
+    def _decoders(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What makes vectors of records, by kind of region."""
+        precision = self.eager.precision
+        tail = record_tail(self.eager.config, precision)
+        return {
+            "window": partial(precision.window_vector, tail=tail),
+            "compressed_kv": partial(precision.compressed_vector, tail=tail),
+            "index_key": precision.index_key_vector,
+        }
 
     def _compare_records(
         self, graph: str, expected: Mapping[str, Tensor], inputs: StepInputs, clear: Tensor
@@ -299,12 +314,7 @@ class SideBySide:
 
         Some are read in a later step alone, and then by both sides: no stream would show what is wrong.
         """
-        precision = self.eager.precision
-        decoders: dict[str, Callable[[Tensor], Tensor]] = {
-            "window": precision.window_vector,
-            "compressed_kv": precision.compressed_vector,
-            "index_key": precision.index_key_vector,
-        }
+        decoders = self._decoders()
         for region in self.eager.layout.regions:
             *_, layer, kind = ("0", *region.name.split(".")[-2:])
             ratio = self.sublayers.setdefault((graph, int(layer), RECORD_PARTS[kind]), Ratio())

@@ -41,7 +41,6 @@ from deepinfer.graphs import cache_layout as declared
 from deepinfer.graphs.capture import GraphSpec, residual_taps
 from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, load_config, parse_config
-from deepinfer.graphs.config_schema import MODEL_TYPE
 from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.store import store_loaders, store_specs
 from deepinfer.graphs.strict_json import read_json_object
@@ -265,8 +264,8 @@ def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: in
     toolchain = toolchain_identity(build.isa)
     return Manifest(
         model=ModelInfo(
-            model_type=MODEL_TYPE,
-            architecture="DeepseekV41ForCausalLM",
+            model_type=config.model_type,
+            architecture=config.generation.architecture,
             vocab_size=config.vocab_size,
             num_hidden_layers=config.num_hidden_layers,
             bos_token_id=config.bos_token_id,

@@ -132,9 +132,11 @@ FORMULAS: dict[str, Callable[[Arguments], list[Term]]] = {
     "linear_fp8": _linear_fp8,
     "linear_fp4": _linear_fp4,
     "moe_gate": _moe_gate,
+    "moe_hash_gate": _moe_gate,
     "moe_experts": _moe_experts,
     "shared_expert": _shared_expert,
     "compress": _compress,
+    "compress_biased": _compress,
     "index_key": _index_key,
     "index_topk": _index_topk,
     "sparse_attention": _sparse_attention,
@@ -147,7 +149,8 @@ FORMULAS: dict[str, Callable[[Arguments], list[Term]]] = {
 WITHOUT_PRODUCTS = frozenset(
     {
         "rms_norm", "rope", "ring_write", "window_record", "engram_gate", "engram_gather", "engram_ids",
-        "quantize_fp8", "dequantize_fp8", "quantize_fp4", "dequantize_fp4", "sample", "verify_drafts",
+        "quantize_fp8", "dequantize_fp8", "quantize_fp4", "dequantize_fp4", "sample",
+        "quantize_tail", "dequantize_tail", "hadamard", "verify_drafts",
     }
 )  # fmt: skip
 

@@ -20,7 +20,6 @@ from deepinfer.graph_costs import fusions, op_calls, row_terms, workspace_bytes
 from deepinfer.graphs.cache_layout import CacheLayout, cache_layout
 from deepinfer.graphs.capture import GraphSpec, WeightSpecs, capture
 from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, load_config, parse_config
-from deepinfer.graphs.config_schema import MODEL_TYPE
 from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.store import store_specs
 from deepinfer.graphs.strict_json import read_json_object
@@ -271,7 +270,7 @@ def _flops(traces: dict[str, fx.Graph], tokens: int) -> FlopsPlan:
 
 def _model(config: ModelConfig) -> ModelPlan:
     return ModelPlan(
-        model_type=MODEL_TYPE,
+        model_type=config.model_type,
         config_sha256=hashlib.sha256(canonical_bytes(config.to_canonical_dict())).hexdigest(),
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

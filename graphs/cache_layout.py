@@ -106,7 +106,7 @@ def _round_up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class _Records:
-    """Shape and dtype of the records of one precision (spec model.md 12.5)."""
+    """Shape and dtype of the records of one precision and generation (spec model.md 12.5)."""
 
     window: tuple[int, ...]
     compressed: tuple[int, ...]
@@ -123,10 +123,16 @@ def _records(config: ModelConfig, precision: str) -> _Records:
     head, key = config.head_dim, config.index_head_dim
     if precision == "float32":
         return _Records((head,), (head,), (key,), "float32")
+    index_key = (key // 2 + key // QUANT_TILE,)  # E2M1 pairs, one scale per 32
+    if config.generation.biased_compression:  # E4M3 codes, a bfloat16 tail, one scale per 64 codes
+        rotated = config.qk_rope_head_dim
+        scales = _round_up(-(-(head - rotated) // 64), 8)
+        mixed = (head + rotated + scales,)
+        return _Records(window=mixed, compressed=mixed, index_key=index_key, dtype="uint8")
     return _Records(
         window=(head + head // QUANT_TILE,),  # E4M3 codes, one scale per 32
         compressed=(head // 2 + head // 16,),  # E2M1 pairs, one scale per 16
-        index_key=(key // 2 + key // QUANT_TILE,),  # E2M1 pairs, one scale per 32
+        index_key=index_key,
         dtype="uint8",
     )
 
@@ -144,12 +150,18 @@ def _declare(config: ModelConfig, precision: str) -> Iterator[_Declaration]:
         yield f"{stem}.window", "state", ring, records.window, records.dtype, 1
         if not config.is_kv_source(layer):
             continue
-        entries = BLOCK_TOKENS // ratio
+        entries, overlap = BLOCK_TOKENS // ratio, 2 if config.overlaps(layer) else 1
+        # a ring has what entries still to be written need, and what may be taken back
+        open_ring = overlap * ratio + ROLLBACK_TOKENS - 1
         yield f"{stem}.compressed_kv", "paged", entries, records.compressed, records.dtype, ratio
-        yield f"{stem}.index_key", "paged", entries, records.index_key, records.dtype, ratio
+        if config.is_index_source(layer):
+            yield f"{stem}.index_key", "paged", entries, records.index_key, records.dtype, ratio
         if ratio > 1:  # value and gate of the tokens whose group is still open
-            open_ring = ratio + ROLLBACK_TOKENS - 1
-            yield f"{stem}.open_group", "state", open_ring, (2 * config.head_dim,), "float32", 1
+            width = 2 * overlap * config.head_dim
+            yield f"{stem}.open_group", "state", open_ring, (width,), "float32", 1
+        if config.is_index_source(layer) and config.generation.biased_compression:
+            width = 2 * overlap * config.index_head_dim
+            yield f"{stem}.open_index_group", "state", open_ring, (width,), "float32", 1
     if config.engram_enabled:
         history = config.engram_max_ngram_size - 1 + ROLLBACK_TOKENS
         yield "token_history", "state", history, (1,), "int32", 1

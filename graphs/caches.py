@@ -14,6 +14,7 @@ from deepinfer.graphs.context import Scope
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.kernels import (
     compress,
+    compress_biased,
     engram_ids,
     index_key,
     index_topk,
@@ -57,6 +58,20 @@ class StepCaches(Protocol):
         """Compress the rows `x [T, D]`, keep the entries that close; returns the latent `[T, d]`."""
         ...
 
+    def compress_biased(
+        self,
+        layer: int,
+        part: str,
+        weights: Scope,
+        x: Tensor,
+        table: Tensor,
+        ratio: int,
+        overlap: bool,
+        eps: float,
+    ) -> Tensor:
+        """As `compress` with biased gates (16.2), for the entries of `compressed_kv` or of `index_key`."""
+        ...
+
     def index_key(
         self, layer: int, weights: Scope, latent: Tensor, table: Tensor, ratio: int, eps: float
     ) -> None:
@@ -83,10 +98,16 @@ class StepCaches(Protocol):
 
 
 class RegionCaches:
-    """Records in the declared regions `[blocks or slots, entries, *record]`, mutated in place."""
+    """Records in the declared regions `[blocks or slots, entries, *record]`, mutated in place.
 
-    def __init__(self, inputs: StepInputs, regions: Mapping[str, Tensor], quantize: bool) -> None:
+    `tail` is that of `records.record_tail`.
+    """
+
+    def __init__(
+        self, inputs: StepInputs, regions: Mapping[str, Tensor], quantize: bool, tail: int = 0
+    ) -> None:
         self._inputs, self._regions, self._quantize = inputs, regions, quantize
+        self._tail = (tail,) if tail else ()  # graphs of models without one do not name it
 
     def _region(self, layer: int, kind: str) -> Tensor:
         return self._regions[f"layers.{layer}.{kind}"]
@@ -155,6 +176,7 @@ class RegionCaches:
             inputs.num_computed_tokens,
             self._quantize,
             False,
+            *self._tail,
         )
         self._keep(ring, record)
         return output, mass
@@ -184,6 +206,43 @@ class RegionCaches:
             inputs.row_counts,
             ratio,
             self._quantize,
+        )
+        return latent
+
+    def compress_biased(
+        self,
+        layer: int,
+        part: str,
+        weights: Scope,
+        x: Tensor,
+        table: Tensor,
+        ratio: int,
+        overlap: bool,
+        eps: float,
+    ) -> Tensor:
+        """As StepCaches."""
+        inputs, index = self._inputs, part == "index_key"
+        stem = "attn.indexer.compressor" if index else "attn.compressor"
+        latent: Tensor = compress_biased(
+            x,
+            weights[f"{stem}.wkv"],
+            weights[f"{stem}.wgate"],
+            weights[f"{stem}.ape"],
+            weights[f"{stem}.norm"],
+            eps,
+            self._region(layer, "open_index_group" if index else "open_group"),
+            table,
+            self._region(layer, part),
+            inputs.positions,
+            inputs.request_index,
+            inputs.block_table,
+            inputs.slot_ids,
+            inputs.num_computed_tokens,
+            inputs.row_counts,
+            ratio,
+            overlap,
+            self._quantize,
+            index and self._quantize,  # only then does it matter
         )
         return latent
 

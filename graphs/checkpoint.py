@@ -6,14 +6,24 @@ files; nothing in the directory is ever imported or run. Knows nothing about wha
 
 import hashlib
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from deepinfer.errors import CheckpointError
+from deepinfer.graphs.checkpoint_names import (
+    MARK,
+    Place,
+    transformers_place,
+    uses_transformers_names,
+    vendor_place,
+)
 from deepinfer.graphs.checkpoint_tensors import TensorSpec, is_skipped, iter_expected_tensors
 from deepinfer.graphs.config_schema import ModelConfig
+from deepinfer.graphs.generations import V4
 from deepinfer.graphs.safetensors_file import SafetensorsFile
 from deepinfer.graphs.strict_json import printable, read_json_object
 
@@ -42,6 +52,7 @@ class Checkpoint:
     def __init__(self, model_dir: str | Path, config: ModelConfig) -> None:
         self.model_dir, self.config = Path(model_dir), config
         self._expected: dict[str, TensorSpec] = {}
+        self._places: dict[str, Place] = {}
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
         self._digest: str | None = None
@@ -50,9 +61,12 @@ class Checkpoint:
         index = self._read_index()
         self._open_files(sorted(set(index.values())) if index is not None else [SINGLE_NAME])
         self._locate_tensors(index)
+        place_of = self._naming()
         for name, spec in iter_expected_tensors(config):  # stops at the first that is missing
-            self._check_tensor(name, spec)
+            self._places[name] = place_of(name, spec)
+            self._check_tensor(self._places[name], spec)
             self._expected[name] = spec
+        self._stored = {place.name for place in self._places.values()}
         self._refuse_superfluous()
 
     # ---- opening ------------------------------------------------------------------------------------------
@@ -132,22 +146,37 @@ class Checkpoint:
                     "the index lists the tensor here, the file lacks it",
                 )
 
+    def _naming(self) -> Callable[[str, TensorSpec], Place]:
+        """How the checkpoint names its tensors: as the vendor does, or as transformers does."""
+        if not uses_transformers_names(self._file_of):
+            return vendor_place
+        if self.config.generation is not V4 or self.config.quantized_weights:
+            _fail(
+                f"tensor {MARK}",
+                "names of transformers are known for unquantised checkpoints of deepseek_v4 only",
+                "use the weights as their vendor names them",
+            )
+        return partial(transformers_place, self.config)
+
     def _refuse_superfluous(self) -> None:
         for name, file in self._file_of.items():
-            if name not in self._expected and not is_skipped(name):
+            if name not in self._stored and not is_skipped(name):
                 where = f"{file.name} tensor {printable(name)}"
                 _fail(where, "the model that config.json describes has no such tensor", "check config.json")
 
-    def _check_tensor(self, name: str, spec: TensorSpec) -> None:
+    def _check_tensor(self, place: Place, spec: TensorSpec) -> None:
+        name, shape = place.name, place.shape
         file = self._file_of.get(name)
         if file is None:
-            place = INDEX_NAME if SINGLE_NAME not in self._files else SINGLE_NAME
-            _fail(f"{place} tensor {name}", "the tensor is missing", "check config.json, download all shards")
+            listing = INDEX_NAME if SINGLE_NAME not in self._files else SINGLE_NAME
+            _fail(
+                f"{listing} tensor {name}", "the tensor is missing", "check config.json, download all shards"
+            )
         stored, where = file.tensors[name], f"{file.name} tensor {name}"
-        if stored.shape != spec.shape:
+        if stored.shape != shape:
             _fail(
                 where,
-                f"shape {list(stored.shape)}, config.json asks for {list(spec.shape)}",
+                f"shape {list(stored.shape)}, config.json asks for {list(shape)}",
                 "check config.json",
             )
         if stored.dtype not in spec.dtypes:
@@ -161,18 +190,20 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors the model uses, in the order of the model."""
+        """Names of the tensors the model uses, those of the vendor, in the order of the model."""
         return tuple(self._expected)
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """Names of tensors that are present and knowingly not read (drafter, vision)."""
-        return tuple(sorted(name for name in self._file_of if name not in self._expected))
+        return tuple(sorted(name for name in self._file_of if name not in self._stored))
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as a read-only view of its file; FP8, scales and packed FP4 come as uint8."""
         assert name in self._expected, name
-        return self._file_of[name].get(name)
+        place = self._places[name]
+        tensor = self._file_of[place.name].get(place.name)
+        return tensor[place.part] if place.part else tensor
 
     def digest(self) -> str:
         """SHA-256 over names, dtypes, shapes and bytes of the tensors the model uses; computed once.
@@ -181,7 +212,7 @@ class Checkpoint:
         """
         if self._digest is None:
             total = hashlib.sha256()
-            for name in sorted(self._expected):
+            for name in sorted(self._stored):
                 stored = self._file_of[name].tensors[name]
                 shape = ",".join(map(str, stored.shape))
                 total.update(f"{name}\0{stored.dtype}\0{shape}\0{stored.end - stored.begin}\0".encode())

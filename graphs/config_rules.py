@@ -51,7 +51,7 @@ def _check_sources(config: ModelConfig) -> None:
             if config.ratio(layer) == 0:
                 _refuse(field, f"layer {layer} has compress ratio 0, a source needs a ratio above 0")
     for layer in config.kv_source_layer_ids:
-        if not config.is_index_source(layer):
+        if not config.generation.biased_compression and not config.is_index_source(layer):
             _refuse("kv_source_layer_ids", f"layer {layer} must also be in index_source_layer_ids")
     for layer in config.index_source_layer_ids:
         if not config.kv_source_layer_ids or layer < config.kv_source_layer_ids[0]:
@@ -59,9 +59,10 @@ def _check_sources(config: ModelConfig) -> None:
 
 
 def _check_schedule(config: ModelConfig) -> None:
-    bad = [r for r in config.compress_ratios if r not in (0, 1, 2)]
+    allowed = config.generation.ratios
+    bad = [r for r in config.compress_ratios if r not in allowed]
     if bad:
-        _refuse("compress_ratios", f"ratio {bad[0]} is not one of 0, 1, 2")
+        _refuse("compress_ratios", f"ratio {bad[0]} is not one of {', '.join(map(str, sorted(allowed)))}")
     _check_sources(config)
     for layer in range(config.num_hidden_layers):
         if config.ratio(layer) == 0:
@@ -106,12 +107,13 @@ def _check_dims(config: ModelConfig) -> None:
     if heads % groups:
         _refuse("o_groups", f"num_attention_heads = {heads} must be a multiple of o_groups = {groups}")
     tile = "side of an FP8 weight tile"
+    side = config.generation.tile if config.quantized_weights else QUANT_TILE
     for field in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
-        _check_multiple(field, field, getattr(config, field), QUANT_TILE, tile)
+        _check_multiple(field, field, getattr(config, field), side, tile)
     for field in ("head_dim", "index_head_dim"):
         _check_multiple(field, field, getattr(config, field), QUANT_TILE, "group of a cache record")
     # Tiles of wo_a must not straddle two groups. The width of a group is whole heads, hence whole tiles.
-    _check_multiple("o_lora_rank", "o_lora_rank", config.o_lora_rank, QUANT_TILE, tile)
+    _check_multiple("o_lora_rank", "o_lora_rank", config.o_lora_rank, side, tile)
     rope = config.qk_rope_head_dim
     if rope % 2:
         _refuse("qk_rope_head_dim", f"{rope} must be even: rotation works on pairs")
@@ -122,6 +124,14 @@ def _check_dims(config: ModelConfig) -> None:
         _refuse(
             "num_experts_per_tok",
             f"{config.num_experts_per_tok} must not exceed n_routed_experts = {config.n_routed_experts}",
+        )
+
+
+def _check_hash_layers(config: ModelConfig) -> None:
+    if config.num_hash_layers > config.num_hidden_layers:
+        _refuse(
+            "num_hash_layers",
+            f"{config.num_hash_layers} must not exceed num_hidden_layers = {config.num_hidden_layers}",
         )
 
 
@@ -165,6 +175,7 @@ def check_rules(config: ModelConfig) -> None:
     _check_schedule(config)
     _check_candidates(config)
     _check_dims(config)
+    _check_hash_layers(config)
     _check_engram(config)
     _check_token_ids(config)
     scaling = config.rope_scaling

@@ -8,9 +8,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-MODEL_TYPE = "deepseek_v41"
-TEXT_MODEL_TYPE = "deepseek_v41_text"
-QUANT_TILE = 32  # side of an FP8 weight tile and length of an FP8 or FP4 activation group
+from deepinfer.graphs.generations import GENERATIONS, OVERLAPPING_RATIO, V41, Generation
+
+QUANT_TILE = 32  # what scales of all kinds cover in the weight store and in records, whatever a file has
 
 # Beyond any model of the family; they keep a hostile file from asking for absurd amounts of work.
 _MAX_DIM = 2**24
@@ -37,6 +37,11 @@ def _flag() -> Any:
     return dataclasses.field(metadata={"kind": "bool"})
 
 
+def _given(default: Any) -> Any:
+    """A field that the parser sets by itself, whatever keys a file has."""
+    return dataclasses.field(default=default, metadata={"kind": "given"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """YaRN parameters of the layers with a compressed cache (spec model.md 4)."""
@@ -50,12 +55,16 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One text model of type `deepseek_v41`; attribute names are the field names of config.json.
+    """One text model of the family; attribute names are the field names of config.json.
 
     Made by `deepinfer.graphs.config.load_config`, which also checks the rules between fields.
     `compress_ratios` holds the backbone's layers only. Groups that a file leaves out are switched
     off: candidate source -1, Engram layers empty.
     """
+
+    model_type: str = _given(V41.model_type)
+    # matrices are stored in FP8 and FP4 with scales; otherwise as they are, in bfloat16
+    quantized_weights: bool = _given(True)
 
     vocab_size: int = _integer()
     hidden_size: int = _integer()
@@ -84,6 +93,7 @@ class ModelConfig:
     norm_topk_prob: bool = _flag()
     routed_scaling_factor: float = _number(1e6)
     swiglu_limit: float = _number(1e6)
+    num_hash_layers: int = _integer(minimum=0, maximum=1024, default=0)
 
     sliding_window: int = _integer()
     compress_ratios: tuple[int, ...] = _integers()
@@ -113,7 +123,12 @@ class ModelConfig:
     dspark_target_layer_ids: tuple[int, ...] = _integers(default=())
 
     # Keys of the file that were skipped, for reports; they are no part of the model.
-    ignored_keys: tuple[str, ...] = dataclasses.field(default=(), compare=False, metadata={"kind": "notes"})
+    ignored_keys: tuple[str, ...] = dataclasses.field(default=(), compare=False, metadata={"kind": "given"})
+
+    @property
+    def generation(self) -> Generation:
+        """What this member of the family does in its own way."""
+        return GENERATIONS[self.model_type]
 
     # ---- layer schedule (spec model.md 2) -------------------------------------------------------------
 
@@ -129,11 +144,16 @@ class ModelConfig:
         return max(sources) if sources else None
 
     def index_source(self, layer: int) -> int | None:
-        """The layer whose picked entries `layer` attends to: the last index source at or before it."""
+        """The layer whose picked entries `layer` attends to: the last index source at or before it.
+
+        None if that would pick from another layer's cache: then every visible entry is attended to.
+        """
         if self.ratio(layer) == 0:
             return None
         sources = [source for source in self.index_source_layer_ids if source <= layer]
-        return max(sources) if sources else None
+        if not sources or self.kv_source(max(sources)) != self.kv_source(layer):
+            return None
+        return max(sources)
 
     def is_kv_source(self, layer: int) -> bool:
         """Whether the layer compresses keys and owns their cache."""
@@ -142,6 +162,14 @@ class ModelConfig:
     def is_index_source(self, layer: int) -> bool:
         """Whether the layer scores index keys and picks entries."""
         return layer in self.index_source_layer_ids
+
+    def overlaps(self, layer: int) -> bool:
+        """Whether an entry of the layer's compression also covers the window before its own."""
+        return self.generation.biased_compression and self.ratio(layer) == OVERLAPPING_RATIO
+
+    def is_hash_routed(self, layer: int) -> bool:
+        """Whether the token alone decides which experts the layer uses."""
+        return layer < self.num_hash_layers
 
     def is_candidate_source(self, layer: int) -> bool:
         """Whether the layer keeps the candidate blocks for the index sources after it."""
@@ -209,6 +237,7 @@ class ModelConfig:
         Files that differ only in skipped keys, spelling (nested or flat) or number form give equal results.
         """
         values = {key: value for key, value in dataclasses.asdict(self).items() if key != "ignored_keys"}
-        values["model_type"] = MODEL_TYPE
+        if self.generation is V41:  # fields that only say something of other generations
+            del values["quantized_weights"], values["num_hash_layers"]
         values["rope_scaling"] = dict(sorted(values["rope_scaling"].items()))
         return {key: list(v) if isinstance(v, tuple) else v for key, v in sorted(values.items())}

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from deepinfer.graphs.config import ModelConfig
+from deepinfer.graphs.config_schema import QUANT_TILE
 from deepinfer.graphs.records import Precision
 from deepinfer.graphs.rows import StepInputs
 
@@ -31,6 +33,11 @@ class Scope:
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
 
+    def matrix(self, name: str) -> tuple[Tensor, Tensor]:
+        """A matrix and its scales, which are empty where it is stored unquantised."""
+        weight, scale = self[f"{name}.weight"], self._tensors.get(f"{self._prefix}{name}.scale")
+        return weight, weight.new_empty(0, 0, 0, dtype=torch.uint8) if scale is None else scale
+
 
 @dataclass
 class StepContext:
@@ -49,6 +56,17 @@ class StepContext:
     candidates: Tensor | None = None
     # table rows of every Engram layer [T, columns]
     engram_ids: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether what enters a quantised matrix is rounded to FP8; unquantised ones take it as it is."""
+        return self.precision.quantized and self.config.quantized_weights
+
+    @property
+    def input_groups(self) -> tuple[int, ...]:
+        """The argument of ops with quantised matrices that says how many inputs share a scale, if not 32."""
+        tile = self.config.generation.tile
+        return (tile,) if self.quantizes_inputs and tile != QUANT_TILE else ()
 
     def layer_weights(self, layer: int) -> Scope:
         """The weights of one layer under their short names."""

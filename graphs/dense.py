@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer.errors import UnsupportedModelError
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.context import Scope, Tap, unchanged
 from deepinfer.graphs.records import Precision
@@ -97,6 +98,24 @@ class DenseCaches:
         record = round_fp4(rotated, "e4m3") if self._quantize else rotated
         self._entries[layer, "compressed_kv"] = self._closing(record, ratio)
         return latent
+
+    def compress_biased(
+        self,
+        layer: int,
+        part: str,
+        weights: Scope,
+        x: Tensor,
+        table: Tensor,
+        ratio: int,
+        overlap: bool,
+        eps: float,
+    ) -> Tensor:
+        """Not in the dense form yet."""
+        raise UnsupportedModelError(
+            "the dense form has no biased compression",
+            where=f"layer {layer}",
+            action="train a model of another generation",
+        )
 
     def _closing(self, values: Tensor, ratio: int) -> Tensor:
         return values.unflatten(0, (self._sequences, -1))[:, ratio - 1 :: ratio].contiguous()

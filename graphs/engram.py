@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from deepinfer.graphs.attention import project
 from deepinfer.graphs.context import StepContext
+from deepinfer.graphs.projection import project
 from deepinfer.kernels import engram_gate, engram_gather
 
 

@@ -15,6 +15,8 @@ def fused_calls(config: ModelConfig, phase: str) -> dict[str, int]:
     memory_layers = len(config.engram_layer_ids)
     kv_sources = sum(config.is_kv_source(layer) for layer in layers)
     index_sources = sum(config.is_index_source(layer) for layer in layers)
+    hashed = sum(config.is_hash_routed(layer) for layer in layers)
+    biased = config.generation.biased_compression
     return {
         "engram_ids": memory_layers,
         "engram_gather": memory_layers,
@@ -28,10 +30,13 @@ def fused_calls(config: ModelConfig, phase: str) -> dict[str, int]:
         "rope": 2 * len(layers) + index_sources,
         "window_record": len(layers),
         "sparse_attention": len(layers),
-        "compress": kv_sources,
-        "index_key": kv_sources,
+        "compress": 0 if biased else kv_sources,
+        "index_key": 0 if biased else kv_sources,
+        # keys of an index have a compression of their own
+        "compress_biased": kv_sources + index_sources if biased else 0,
         "index_topk": index_sources,
-        "moe_gate": len(layers),
+        "moe_gate": len(layers) - hashed,
+        "moe_hash_gate": hashed,
         "moe_experts": len(layers),
         "shared_expert": len(layers),
     }

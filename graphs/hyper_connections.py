@@ -1,7 +1,10 @@
 """Hyper-connections: four residual streams, mixed before and after every sublayer (spec/model.md 3.3-3.5).
 
-The collapse of a sublayer uses the `pre` weights that the previous sublayer computed, the first one stream 0.
+With delayed collapse a sublayer uses the `pre` weights that the previous one computed, the first one stream
+0; without it, it uses its own, and the head has a mix of its own as well (16.2).
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +28,20 @@ def mix(
         config.hc_eps,
     )
     return pre, post, comb
+
+
+def mix_of_head(residual: Tensor, weights: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
+    """Return the collapse weights `[T, n]` before the head: the `pre` part of a mix that has no other."""
+    pre, _, _ = mhc_mix(
+        residual,
+        weights["hc_head_fn"],
+        weights["hc_head_base"],
+        weights["hc_head_scale"],
+        1,
+        config.rms_norm_eps,
+        config.hc_eps,
+    )
+    return pre
 
 
 def first_stream(num_rows: int, num_streams: int) -> Tensor:

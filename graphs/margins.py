@@ -29,7 +29,7 @@ class MarginTap:
                         _older_blocks(value, config.candidate_block_size), config.candidate_topk_blocks - 1
                     )
                 )
-        elif name == "router_logits":
+        elif name == "router_logits" and layer in self._biases:  # else no score decides
             scores = torch.nn.functional.softplus(value).sqrt() + self._biases[layer]
             self._keep(margin(scores, config.num_experts_per_tok))
         return value

@@ -13,9 +13,9 @@ from deepinfer.graphs.caches import RegionCaches, StepCaches
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.context import StepContext, Tap, unchanged
 from deepinfer.graphs.engram import engram, hash_tokens
-from deepinfer.graphs.hyper_connections import first_stream, mix
+from deepinfer.graphs.hyper_connections import first_stream, mix, mix_of_head
 from deepinfer.graphs.moe import moe
-from deepinfer.graphs.records import Precision
+from deepinfer.graphs.records import Precision, record_tail
 from deepinfer.graphs.rows import StepInputs
 from deepinfer.kernels import linear, mhc_collapse, mhc_expand
 
@@ -34,7 +34,7 @@ def forward_step(
 
     `regions` maps the names of the cache layout to `[blocks or slots, entries, *record]`; they are mutated.
     """
-    caches = RegionCaches(inputs, regions, precision.quantized)
+    caches = RegionCaches(inputs, regions, precision.quantized, record_tail(config, precision))
     return forward_rows(config, precision, weights, inputs, caches, tap, with_scores=with_scores)
 
 
@@ -64,24 +64,27 @@ def forward_rows(
     pre = first_stream(token_ids.shape[0], config.hc_mult)
     for layer in range(config.num_hidden_layers):
         residual, pre = run_layer(ctx, layer, residual, pre)
+    if not config.generation.delayed_collapse:
+        pre = mix_of_head(residual, weights, config)
     out: Tensor = mhc_collapse(residual, pre, weights["norm"], config.rms_norm_eps)
     return out
 
 
 def run_layer(ctx: StepContext, layer: int, residual: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one layer on the streams `residual [T, n, D]`, collapsed first by `pre [T, n]` (3.5).
+    """Run one layer on the streams `residual [T, n, D]`, with delayed collapse first by `pre [T, n]` (3.5).
 
     Returns the new streams and the collapse weights for the next layer.
     """
     weights, eps = ctx.layer_weights(layer), ctx.config.rms_norm_eps
+    delayed = ctx.config.generation.delayed_collapse
     if layer in ctx.config.engram_layer_ids:
         residual = ctx.tap(layer, "engram", engram(ctx, layer, residual))
     attn_pre, post, comb = mix(residual, weights, "attn", ctx.config)
-    x = mhc_collapse(residual, pre, weights["attn_norm"], eps)
+    x = mhc_collapse(residual, pre if delayed else attn_pre, weights["attn_norm"], eps)
     y = ctx.tap(layer, "attn_y", attention(ctx, layer, x))
     residual = ctx.tap(layer, "attn", mhc_expand(y, residual, post, comb))
     ffn_pre, post, comb = mix(residual, weights, "ffn", ctx.config)
-    x = mhc_collapse(residual, attn_pre, weights["ffn_norm"], eps)
+    x = mhc_collapse(residual, attn_pre if delayed else ffn_pre, weights["ffn_norm"], eps)
     y = ctx.tap(layer, "ffn_y", moe(ctx, layer, x))
     residual = ctx.tap(layer, "ffn", mhc_expand(y, residual, post, comb))
     return residual, ffn_pre

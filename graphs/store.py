@@ -15,7 +15,7 @@ from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.rope import COMPRESSED_TABLE, WINDOW_TABLE, rope_tables
 from deepinfer.graphs.weights import weight_loaders, weight_specs
-from deepinfer.kernels.packing import pack_linear, pack_linear_fp4, pack_linear_fp8
+from deepinfer.kernels.packing import pack_groups, pack_linear, pack_linear_fp4, pack_linear_fp8
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 Specs = dict[str, Spec]
@@ -75,6 +75,8 @@ def _packings(names: Iterable[str]) -> dict[str, tuple[Callable[..., Any], tuple
         elif name.endswith(".weight") and scale in known:
             pack = pack_linear_fp4 if ".ffn.experts." in name else pack_linear_fp8
             packings[name] = pack, (name, scale)
+        elif name.endswith(".weight"):  # unquantised
+            packings[name] = pack_groups, (name,)
     return packings
 
 

@@ -4,9 +4,11 @@
 """
 
 from deepinfer.kernels.compress import compress
+from deepinfer.kernels.compress_biased import compress_biased
 from deepinfer.kernels.engram_gate import engram_gate
 from deepinfer.kernels.engram_gather import engram_gather
 from deepinfer.kernels.engram_ids import engram_ids
+from deepinfer.kernels.hadamard import hadamard
 from deepinfer.kernels.index_key import index_key
 from deepinfer.kernels.index_topk import index_topk
 from deepinfer.kernels.linear import linear
@@ -17,8 +19,10 @@ from deepinfer.kernels.mhc_expand import mhc_expand
 from deepinfer.kernels.mhc_mix import mhc_mix
 from deepinfer.kernels.moe_experts import moe_experts
 from deepinfer.kernels.moe_gate import moe_gate
+from deepinfer.kernels.moe_hash_gate import moe_hash_gate
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
+from deepinfer.kernels.quantize_tail import dequantize_tail, quantize_tail
 from deepinfer.kernels.registry import Op, captured_ops
 from deepinfer.kernels.ring_write import ring_write
 from deepinfer.kernels.rms_norm import rms_norm
@@ -39,6 +43,7 @@ OPS: tuple[Op, ...] = (
     mhc_expand,
     rope,
     moe_gate,
+    moe_hash_gate,
     moe_experts,
     shared_expert,
     engram_gate,
@@ -51,7 +56,11 @@ OPS: tuple[Op, ...] = (
     dequantize_fp8,
     quantize_fp4,
     dequantize_fp4,
+    quantize_tail,
+    dequantize_tail,
+    hadamard,
     compress,
+    compress_biased,
     index_key,
     index_topk,
     sample,
@@ -63,11 +72,14 @@ __all__ = [
     "Op",
     "captured_ops",
     "compress",
+    "compress_biased",
     "dequantize_fp4",
     "dequantize_fp8",
+    "dequantize_tail",
     "engram_gate",
     "engram_gather",
     "engram_ids",
+    "hadamard",
     "index_key",
     "index_topk",
     "linear",
@@ -78,8 +90,10 @@ __all__ = [
     "mhc_mix",
     "moe_experts",
     "moe_gate",
+    "moe_hash_gate",
     "quantize_fp4",
     "quantize_fp8",
+    "quantize_tail",
     "ring_write",
     "rms_norm",
     "rope",

@@ -65,6 +65,12 @@ def check_multiple(op: str, name: str, size: int, multiple: int) -> None:
         raise UsageError(f"must be a positive multiple of {multiple}, got {size}", where=f"{op}: {name}")
 
 
+def check_activation_group(op: str, name: str, size: int, group: int) -> None:
+    """`size` must be a multiple of `group`, which must be one of 32."""
+    check_multiple(op, "activation_group", group, 32)
+    check_multiple(op, name, size, group)
+
+
 def check_out_dtype(op: str, dtype: torch.dtype) -> None:
     """Results are bfloat16 or float32."""
     if dtype not in FLOAT_DTYPES:

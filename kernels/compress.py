@@ -112,22 +112,30 @@ def rotated_to_group(
     return rotate(x, table[positions.clamp(min=0) // ratio * ratio], False)
 
 
-def _pool(
+def group_members(
     parked: torch.Tensor,
     open_group: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     starts: torch.Tensor,
-    ratio: int,
+    count: int,
 ) -> torch.Tensor:
-    """Softmax-pool each row with its `ratio - 1` predecessors; `parked [T, 2 d]` are the step's own rows."""
-    offsets = torch.arange(ratio - 1, 0, -1)
+    """Values and gates `[T, count, 2 d]` of each row and the `count - 1` before it, oldest first.
+
+    `parked [T, 2 d]` are the step's own rows, earlier ones come from the ring; those before position 0 are
+    arbitrary.
+    """
+    offsets = torch.arange(count - 1, 0, -1)
     earlier = (positions.unsqueeze(1) - offsets).clamp(min=0)
     own_row = (torch.arange(len(positions)).unsqueeze(1) - offsets).clamp(min=0)
     from_ring = open_group[slots.unsqueeze(1), earlier % open_group.shape[1]]
     in_step = (earlier >= starts.unsqueeze(1)).unsqueeze(-1)
     before = torch.where(in_step, parked[own_row], from_ring)
-    values, gates = torch.cat((before, parked.unsqueeze(1)), dim=1).chunk(2, dim=-1)
+    return torch.cat((before, parked.unsqueeze(1)), dim=1)
+
+
+def softmax_pool(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Sum `values [T, n, d]` with the softmax of `gates [T, n, d]` over their members."""
     shares = torch.exp(gates - gates.amax(1, keepdim=True))
     shares = shares / ordered_sum(shares, 1).unsqueeze(1)
     return ordered_sum(values * shares, 1)
@@ -163,7 +171,8 @@ def compress_reference(
         parked = torch.cat((value, gate), dim=-1)
         line = torch.where(valid, request_index, 0)
         slots, starts = torch.where(valid, slot_ids[line], 0), num_computed_tokens[line]
-        pooled = _pool(parked, open_group, positions, slots, starts, ratio).to(x.dtype)
+        members = group_members(parked, open_group, positions, slots, starts, ratio)
+        pooled = softmax_pool(*members.chunk(2, dim=-1)).to(x.dtype)
         length = open_group.shape[1]
         last = valid & (positions >= starts + row_counts[line] - length)
         write_kept(open_group, slots, positions % length, parked, last)

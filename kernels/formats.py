@@ -80,19 +80,24 @@ def group_amax(groups: torch.Tensor, floor: float) -> torch.Tensor:
     return groups.abs().nan_to_num(nan=0.0, posinf=FLOAT32_MAX).amax(-1).clamp_min(floor)
 
 
-def quantize_fp8_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> E4M3 codes [..., D], E8M0 scales [..., D/32], both uint8 (spec 12.2)."""
-    groups = x.to(torch.float32).unflatten(-1, (-1, FP8_GROUP))
+def quantize_fp8_groups(x: torch.Tensor, group: int = FP8_GROUP) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] -> E4M3 codes [..., D], E8M0 scales [..., D/group], both uint8 (spec 12.2)."""
+    groups = x.to(torch.float32).unflatten(-1, (-1, group))
     reciprocal = torch.tensor(1.0 / FP8_MAX, dtype=torch.float32, device=x.device)
     scale = float_to_e8m0_ceil(group_amax(groups, FP8_AMAX_FLOOR) * reciprocal)
     inverse = e8m0_to_float(254 - scale)  # scales lie in 2^-22 .. 2^120, so this is a normal number
     return float_to_e4m3(groups * inverse.unsqueeze(-1)).flatten(-2), scale
 
 
-def dequantize_fp8_groups(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize_fp8_groups(codes: torch.Tensor, scale: torch.Tensor, group: int = FP8_GROUP) -> torch.Tensor:
     """Inverse of `quantize_fp8_groups`, float32, exact."""
-    groups = e4m3_to_float(codes).unflatten(-1, (-1, FP8_GROUP))
+    groups = e4m3_to_float(codes).unflatten(-1, (-1, group))
     return (groups * e8m0_to_float(scale).unsqueeze(-1)).flatten(-2)
+
+
+def rounded_to_fp8(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [..., D] as the FP8 quantiser of `group` values a scale leaves it, float32 (spec 12.2, 12.4)."""
+    return dequantize_fp8_groups(*quantize_fp8_groups(x, group), group)
 
 
 def quantize_fp4_groups(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

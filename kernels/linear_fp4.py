@@ -3,7 +3,8 @@
     y[r, p] = W[expert_ids[r, p]] . x[r, p]    (x[r, 0] if x has one vector per row; 0 where the id is -1)
 
 Shapes    x [rows, 1 | P, K] bf16 | fp32, weight uint8 [E, N, K/2], scale uint8 [E, N, K/32], plain or packed
-          (`packing.py`), expert_ids int64 [rows, P] in -1 .. E-1 -> y [rows, P, N] like x
+          (`packing.py`), or W unquantised, bf16 | fp32 [E, N, K] with scale [0, 0, 0]; expert_ids int64
+          [rows, P] in -1 .. E-1 -> y [rows, P, N] like x
 Numerics  as `linear_fp8.py`. Weights of an expert that no row uses are not read.
 Native    order of sums as in `linear_fp8.py`; the rows of one expert share each decoded block of weights.
 """
@@ -13,22 +14,23 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_activation_group, check_tensor
 from deepinfer.kernels.formats import (
     FP8_GROUP,
     dequantize_fp4_groups,
-    dequantize_fp8_groups,
     matmul_rows,
-    quantize_fp8_groups,
+    rounded_to_fp8,
 )
-from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs, unpack_linear_fp4
+from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs, unpack_groups, unpack_linear_fp4
 from deepinfer.kernels.registry import Op
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, expert_ids: torch.Tensor) -> None:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, expert_ids: torch.Tensor, group: int
+) -> None:
     check_tensor("linear_fp4", "x", x, (None, None, None), FLOAT_DTYPES)
     rows, vectors, inputs = x.shape
-    check_multiple("linear_fp4", "last axis of x", inputs, FP8_GROUP)
+    check_activation_group("linear_fp4", "last axis of x", inputs, group)
     check_fp4_weight("linear_fp4", "weight", weight, scale, inputs)
     check_tensor("linear_fp4", "expert_ids", expert_ids, (rows, None), (torch.int64,))
     if vectors not in (1, expert_ids.shape[1]):
@@ -43,10 +45,12 @@ def linear_fp4_reference(
     scale: torch.Tensor,
     expert_ids: torch.Tensor,
     quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """The definition; see the module text. Dequantises one expert at a time, so memory is bounded."""
-    _check(x, weight, scale, expert_ids)
-    weight, scale = unpack_linear_fp4(weight, scale)
+    _check(x, weight, scale, expert_ids, activation_group)
+    quantized = not weight.is_floating_point()
+    weight, scale = unpack_linear_fp4(weight, scale) if quantized else (unpack_groups(weight), scale)
     rows, picks = expert_ids.shape
     used = [expert for expert in expert_ids.unique().tolist() if expert != -1]
     if used and not 0 <= min(used) <= max(used) < weight.shape[0]:
@@ -54,12 +58,14 @@ def linear_fp4_reference(
             f"must lie in -1 .. {weight.shape[0] - 1}, got {min(used)} .. {max(used)}",
             where="linear_fp4: expert_ids",
         )
-    x32 = dequantize_fp8_groups(*quantize_fp8_groups(x)) if quantize_activation else x.to(torch.float32)
+    x32 = rounded_to_fp8(x, activation_group) if quantize_activation else x.to(torch.float32)
     pairs = x32.expand(rows, picks, x.shape[2])
     y = x32.new_zeros(rows, picks, weight.shape[1])
     for expert in used:
         row, pick = (expert_ids == expert).nonzero(as_tuple=True)
-        matrix = dequantize_fp4_groups(weight[expert], scale[expert], "e8m0")
+        matrix = weight[expert]
+        if quantized:
+            matrix = dequantize_fp4_groups(matrix, scale[expert], "e8m0")
         y[row, pick] = matmul_rows(pairs[row, pick], matrix)
     return y.to(x.dtype)
 
@@ -70,9 +76,10 @@ def linear_fp4_fake(
     scale: torch.Tensor,
     expert_ids: torch.Tensor,
     quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """Shape rule."""
-    _check(x, weight, scale, expert_ids)
+    _check(x, weight, scale, expert_ids, activation_group)
     return x.new_empty((expert_ids.shape[0], expert_ids.shape[1], scaled_outputs(weight)))
 
 
@@ -90,8 +97,8 @@ def _make_inputs(
 linear_fp4 = Op(
     name="linear_fp4",
     schema=(
-        "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation) "
-        "-> Tensor"
+        "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation, "
+        "int activation_group=32) -> Tensor"
     ),
     reference=linear_fp4_reference,
     fake=linear_fp4_fake,

@@ -4,11 +4,12 @@
     W[g, n, k] = e4m3(weight[g, n, k]) * 2^(scale[g, n/32, k/32] - 127)
 
 Shapes    x [rows, G, K] bf16 | fp32, weight uint8 [G, N, K], scale uint8 [G, ceil(N/32), ceil(K/32)], plain
-          or packed (`packing.py`) -> y [rows, G, N] like x
-Numerics  With `quantize_activation`, x first goes through the FP8 quantiser per 32 inputs (spec 12.2; K must
-          be a multiple of 32). Dequantised operands are exact in float32, sums are float32, one rounding at
-          the end. Without it (wo_a, float32 precision) x is taken as it is; the weights are exact in either
-          case. A NaN in x makes its row (of its group) NaN.
+          or packed (`packing.py`), or W unquantised, bf16 | fp32 with scale [0, 0, 0]
+          -> y [rows, G, N] like x
+Numerics  With `quantize_activation`, x first goes through the FP8 quantiser per `activation_group` inputs
+          (spec 12.2; K must be a multiple of it, and it one of 32). Dequantised operands are exact in
+          float32, sums are float32, one rounding at the end. Without it (wo_a, float32 precision) x is
+          taken as it is; the weights are exact in either case. A NaN in x makes its row (of its group) NaN.
 Native    32 inputs of a scale tile form a chain from zero, k ascending by fused multiply-add of the unscaled
           codes; chains are added by fma(chain, scale, sum), ascending. One order for every number of rows.
 """
@@ -17,29 +18,32 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_activation_group, check_tensor
 from deepinfer.kernels.formats import (
     FP8_GROUP,
-    dequantize_fp8_groups,
     e4m3_to_float,
     e8m0_to_float,
     matmul_rows,
-    quantize_fp8_groups,
+    rounded_to_fp8,
 )
-from deepinfer.kernels.packing import check_fp8_weight, scaled_outputs, unpack_linear_fp8
+from deepinfer.kernels.packing import check_fp8_weight, scaled_outputs, unpack_groups, unpack_linear_fp8
 from deepinfer.kernels.registry import Op
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool) -> None:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool, group: int
+) -> None:
     check_tensor("linear_fp8", "x", x, (None, None, None), FLOAT_DTYPES)
     _, groups, inputs = x.shape
     check_fp8_weight("linear_fp8", "weight", weight, scale, groups, inputs)
     if quantize_activation:
-        check_multiple("linear_fp8", "last axis of x", inputs, FP8_GROUP)
+        check_activation_group("linear_fp8", "last axis of x", inputs, group)
 
 
 def dequantize_tiles(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Plain or packed weight uint8 with its scales -> float32 [G, N, K], exact."""
+    """Plain or packed weight with its scales, if it has any -> float32 [G, N, K], exact."""
+    if weight.is_floating_point():
+        return unpack_groups(weight).to(torch.float32)
     if weight.dim() == 4:
         weight, rows = unpack_linear_fp8(weight, scale)
         return e4m3_to_float(weight) * e8m0_to_float(rows).repeat_interleave(FP8_GROUP, 2)
@@ -49,21 +53,29 @@ def dequantize_tiles(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def linear_fp8_reference(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """The definition; see the module text."""
-    _check(x, weight, scale, quantize_activation)
-    x32 = dequantize_fp8_groups(*quantize_fp8_groups(x)) if quantize_activation else x.to(torch.float32)
+    _check(x, weight, scale, quantize_activation, activation_group)
+    x32 = rounded_to_fp8(x, activation_group) if quantize_activation else x.to(torch.float32)
     matrices = dequantize_tiles(weight, scale)
     products = [matmul_rows(x32[:, group], matrices[group]) for group in range(x.shape[1])]
     return torch.stack(products, dim=1).to(x.dtype)
 
 
 def linear_fp8_fake(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """Shape rule."""
-    _check(x, weight, scale, quantize_activation)
+    _check(x, weight, scale, quantize_activation, activation_group)
     return x.new_empty((x.shape[0], x.shape[1], scaled_outputs(weight)))
 
 
@@ -79,7 +91,10 @@ def _make_inputs(
 
 linear_fp8 = Op(
     name="linear_fp8",
-    schema="linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor",
+    schema=(
+        "linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation, "
+        "int activation_group=32) -> Tensor"
+    ),
     reference=linear_fp8_reference,
     fake=linear_fp8_fake,
     make_inputs=_make_inputs,

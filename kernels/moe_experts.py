@@ -6,9 +6,10 @@
 Shapes    x [T, D] bf16 | fp32, expert_ids [T, P] int64 in -1 .. E-1 in any order (-1: none), expert_weights
           [T, P] fp32, w13 uint8 [E, 2 I, D/2] with w13_scale [E, 2 I, D/32], w2 uint8 [E, D, I/2] with
           w2_scale [E, D, I/32], plain or packed (`packing.py`) -> y [T, D] fp32
-Numerics  With `quantize`, the inputs of both linears go through the FP8 quantiser per 32. Either product and
-          the activation between them are rounded to the dtype of x, the sum over experts is float32. A limit
-          of 0 clamps nothing. The weight enters before w2. Experts that no row uses are not read.
+Numerics  With `quantize`, the inputs of both linears go through the FP8 quantiser per `activation_group`.
+          Either product and the activation between them are rounded to the dtype of x, the sum over experts
+          is float32. A limit of 0 clamps nothing. The weight enters before w2. Experts that no row uses are
+          not read.
 Native    products as in `linear_fp4.py`: rows are grouped by expert, one row's experts run side by side.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor
+from deepinfer.kernels.checks import FLOAT_DTYPES, check_activation_group, check_multiple, check_tensor
 from deepinfer.kernels.formats import FP8_GROUP, ordered_sum, pad_rows
 from deepinfer.kernels.linear_fp4 import linear_fp4
 from deepinfer.kernels.packing import check_fp4_weight, scaled_outputs
@@ -32,15 +33,17 @@ def _check(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    group: int,
 ) -> None:
     check_tensor("moe_experts", "x", x, (None, None), FLOAT_DTYPES)
     rows, width = x.shape
-    check_multiple("moe_experts", "last axis of x", width, FP8_GROUP)
+    check_activation_group("moe_experts", "last axis of x", width, group)
     check_tensor("moe_experts", "expert_ids", expert_ids, (rows, None), (torch.int64,))
     check_multiple("moe_experts", "number of experts per row", expert_ids.shape[1], 1)
     check_tensor("moe_experts", "expert_weights", expert_weights, tuple(expert_ids.shape), (torch.float32,))
     check_fp4_weight("moe_experts", "w13", w13, w13_scale, width)
     inner = check_halves("moe_experts", w13)
+    check_activation_group("moe_experts", "inner width", inner, group)
     check_fp4_weight("moe_experts", "w2", w2, w2_scale, inner)
     if w2.shape[0] != w13.shape[0] or scaled_outputs(w2) != width:
         raise UsageError(
@@ -77,14 +80,15 @@ def moe_experts_reference(
     w2_scale: torch.Tensor,
     swiglu_limit: float,
     quantize: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """The definition; see the module text."""
-    _check(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale)
+    _check(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, activation_group)
     ids, order = torch.sort(expert_ids, dim=1, stable=True)
     weights = expert_weights.gather(1, order)
-    gate_and_up = linear_fp4(x.unsqueeze(1), w13, w13_scale, ids, quantize)
+    gate_and_up = linear_fp4(x.unsqueeze(1), w13, w13_scale, ids, quantize, activation_group)
     hidden = (weights.unsqueeze(-1) * clamped_swiglu(gate_and_up, swiglu_limit)).to(x.dtype)
-    return ordered_sum(linear_fp4(hidden, w2, w2_scale, ids, quantize).float(), 1)
+    return ordered_sum(linear_fp4(hidden, w2, w2_scale, ids, quantize, activation_group).float(), 1)
 
 
 def moe_experts_fake(
@@ -97,9 +101,10 @@ def moe_experts_fake(
     w2_scale: torch.Tensor,
     swiglu_limit: float,
     quantize: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """Shape rule."""
-    _check(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale)
+    _check(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, activation_group)
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
@@ -121,7 +126,8 @@ moe_experts = Op(
     name="moe_experts",
     schema=(
         "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor w13, Tensor w13_scale, "
-        "Tensor w2, Tensor w2_scale, float swiglu_limit, bool quantize) -> Tensor"
+        "Tensor w2, Tensor w2_scale, float swiglu_limit, bool quantize, "
+        "int activation_group=32) -> Tensor"
     ),
     reference=moe_experts_reference,
     fake=moe_experts_fake,

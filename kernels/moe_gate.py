@@ -47,13 +47,25 @@ def route(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, norm_topk_prob: bool, routed_scaling_factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second half of the definition: logits [T, E] -> picks and weights [T, top_k], best first."""
-    scores = F.softplus(pad_rows(logits)).sqrt()[: logits.shape[0]]
+    scores = expert_scores(logits)
     _, order = torch.sort(scores + bias, dim=1, descending=True, stable=True)
     picks = order[:, :top_k]
+    return picks, weigh_picks(scores, picks, norm_topk_prob, routed_scaling_factor)
+
+
+def expert_scores(logits: torch.Tensor) -> torch.Tensor:
+    """The score of every expert, like `logits [T, E]`."""
+    return F.softplus(pad_rows(logits)).sqrt()[: logits.shape[0]]
+
+
+def weigh_picks(
+    scores: torch.Tensor, picks: torch.Tensor, norm_topk_prob: bool, routed_scaling_factor: float
+) -> torch.Tensor:
+    """Weights of the `picks [T, k]`, added in their order."""
     weights = scores.gather(1, picks)
-    if norm_topk_prob and top_k > 1:
+    if norm_topk_prob and picks.shape[1] > 1:
         weights = weights / (ordered_sum(weights, 1).unsqueeze(1) + EPSILON)
-    return picks, weights * routed_scaling_factor
+    return weights * routed_scaling_factor
 
 
 def moe_gate_reference(

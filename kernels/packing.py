@@ -6,6 +6,7 @@ results to the bit. N must be a multiple of 16, and K even (bfloat16) or a multi
 
     float32     [N, K]       -> [N/16, K, 16]
     bfloat16    [N, K]       -> [N/16, K, 16]        in memory [N/16, K/2, 16 outputs, 2 inputs]
+    either      [G, N, K]    -> [G, N/16, K, 16]     unquantised, where FP8 or FP4 is the rule; no scales
     FP8         [G, N, K]    -> [G, N/16, K, 16]     in memory [G, N/16, K/2, 16 outputs, 2 inputs]
     FP4         [E, N, K/2]  -> [E, N/16, K/2, 16]   32 bytes: 16 outputs, 4 inputs; see `pack_linear_fp4`
     scales      of either    -> [G | E, N/16, K/32, 16], one byte per output and 32 inputs
@@ -33,6 +34,19 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 def unpack_linear(weight: torch.Tensor) -> torch.Tensor:
     """Return `weight` as `[N, K]`, whether it is plain or packed."""
     return weight if weight.dim() == 2 else _separate(weight, input_step(weight.dtype))
+
+
+def pack_groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return the packed form of unquantised `weight [G, N, K]`; one that does not fit stays plain."""
+    step = input_step(weight.dtype)
+    if weight.numel() == 0 or weight.shape[1] % PANEL or weight.shape[2] % step:
+        return weight
+    return _interleave(weight, step)
+
+
+def unpack_groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return unquantised `weight` as `[G, N, K]`, whether it is plain or packed."""
+    return weight if weight.dim() == 3 else _separate(weight, input_step(weight.dtype))
 
 
 def pack_linear_fp8(weight: torch.Tensor, scale: torch.Tensor) -> Weights:
@@ -92,7 +106,10 @@ def check_linear_weight(op: str, name: str, weight: torch.Tensor, inputs: int) -
 def check_fp8_weight(
     op: str, name: str, weight: torch.Tensor, scale: torch.Tensor, groups: int, inputs: int
 ) -> None:
-    """`weight` and `scale`, named `name` and a name derived from it, must be FP8, plain or packed."""
+    """`weight` and `scale`, named `name` and a name derived from it: FP8 or unquantised, plain or packed."""
+    if weight.is_floating_point():
+        _check_unquantised(op, name, weight, scale, groups, inputs)
+        return
     if weight.dim() == 4:
         _check_packed(op, name, weight, scale, (groups, inputs, inputs))
         return
@@ -102,7 +119,10 @@ def check_fp8_weight(
 
 
 def check_fp4_weight(op: str, name: str, weight: torch.Tensor, scale: torch.Tensor, inputs: int) -> None:
-    """`weight` and `scale`, named `name` and a name derived from it, must be FP4, plain or packed."""
+    """`weight` and `scale`, named `name` and a name derived from it: FP4 or unquantised, plain or packed."""
+    if weight.is_floating_point():
+        _check_unquantised(op, name, weight, scale, None, inputs)
+        return
     if weight.dim() == 4:
         _check_packed(op, name, weight, scale, (None, inputs, inputs // 2))
         return
@@ -117,7 +137,7 @@ def linear_outputs(weight: torch.Tensor) -> int:
 
 
 def scaled_outputs(weight: torch.Tensor) -> int:
-    """Return how many outputs an FP8 or FP4 `weight` has, plain or packed."""
+    """Return how many outputs a `weight` with a leading axis has, plain or packed."""
     return weight.shape[1] if weight.dim() == 3 else weight.shape[1] * PANEL
 
 
@@ -129,6 +149,17 @@ def input_step(dtype: torch.dtype) -> int:
 def scale_name(name: str) -> str:
     """The argument that holds the scales of the weight argument `name`."""
     return "scale" if name == "weight" else f"{name}_scale"
+
+
+def _check_unquantised(
+    op: str, name: str, weight: torch.Tensor, scale: torch.Tensor, count: int | None, inputs: int
+) -> None:
+    if weight.dim() == 4:
+        check_tensor(op, name, weight, (count, None, inputs, PANEL), FLOAT_DTYPES)
+        check_multiple(op, f"inputs of the packed {name}", inputs, input_step(weight.dtype))
+    else:
+        check_tensor(op, name, weight, (count, None, inputs), FLOAT_DTYPES)
+    check_tensor(op, scale_name(name), scale, (0, 0, 0), (torch.uint8,))
 
 
 def _check_packed(

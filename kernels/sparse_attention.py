@@ -16,8 +16,9 @@ Shapes    query [T, H, d] bf16 | fp32; record [T, r]; ring [slots, L, r], L >= w
           request_index [T], block_table [R, B], slot_ids, num_computed_tokens [R], all int64
           -> output like query, mass fp32 [T, window + k] (window oldest first, then picks; zeros where
           nothing is visible), [T, 0] without `with_mass`
-          With `quantize` records are uint8, FP8 (r = d + d/32) and FP4 with E4M3 scales (c = d/2 + d/16);
-          without, they are the fp32 vectors. Outer axes of ring and compressed may have any stride.
+          With `quantize` records are uint8, FP8 (r = d + d/32) and FP4 with E4M3 scales (c = d/2 + d/16),
+          with a `tail` both are those of `quantize_tail.py`; without, they are the fp32 vectors. Outer axes
+          of ring and compressed may have any stride.
 Numerics  Records are decoded exactly; float32 inside, probabilities included, one rounding at the end. What
           is not visible counts nothing, NaN included. A row that sees nothing, like a padding row (position
           -1), gives zeros.
@@ -34,6 +35,7 @@ from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_region,
 from deepinfer.kernels.formats import FP8_GROUP, pad_rows
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4_reference
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8_reference
+from deepinfer.kernels.quantize_tail import dequantize_tail, tail_record_bytes
 from deepinfer.kernels.registry import Op
 
 _INT64 = (torch.int64,)
@@ -89,23 +91,29 @@ def _check(
     slot_ids: torch.Tensor,
     num_computed_tokens: torch.Tensor,
     quantize: bool,
+    tail: int,
 ) -> None:
     op = "sparse_attention"
     check_tensor(op, "query", query, (None, None, None), FLOAT_DTYPES)
     rows, heads, width = query.shape
     if not heads or not width:
         raise UsageError(f"must have heads and a width, got {list(query.shape)}", where=f"{op}: query")
-    if quantize:
+    if quantize and not tail:
         check_multiple(op, "last axis of query", width, FP8_GROUP)
+    if tail and not 0 < tail < width:
+        raise UsageError(f"must lie in 0 .. {width - 1}, got {tail}", where=f"{op}: tail")
     stored = (torch.uint8 if quantize else torch.float32,)
-    record_size = width + width // FP8_GROUP if quantize else width
+    record_size = compressed_size = width
+    if quantize and tail:
+        record_size = compressed_size = tail_record_bytes(width, tail)
+    elif quantize:
+        record_size, compressed_size = width + width // FP8_GROUP, width // 2 + width // 16
     check_tensor(op, "record", record, (rows, record_size), stored)
     check_region(op, "ring", ring, (None, None, record_size), stored)
     if not 1 <= window <= ring.shape[1]:
         raise UsageError(f"must lie in 1 .. {ring.shape[1]}, got {window}", where=f"{op}: window")
     check_tensor(op, "sink", sink, (heads,), (torch.float32,))
     check_tensor(op, "picks", picks, (rows, None), _INT64)
-    compressed_size = width // 2 + width // 16 if quantize else width
     any_or = compressed_size if picks.shape[1] else None
     check_region(op, "compressed", compressed, (None, None, any_or), stored)
     if picks.shape[1] and not compressed.shape[1]:
@@ -164,6 +172,17 @@ def _demand(fine: torch.Tensor, message: str, argument: str) -> None:
     check_values("sparse_attention", argument, fine, message)
 
 
+def _vectors(
+    records: torch.Tensor, width: int, quantize: bool, tail: int, op: Op, form: tuple[str, ...]
+) -> torch.Tensor:
+    """The vectors `[..., width]` of records; `op` decodes those of the form without a tail."""
+    if not quantize:
+        return records
+    if tail:
+        return dequantize_tail(records, width, tail, torch.bfloat16)
+    return op(records, *form, torch.bfloat16)
+
+
 def sparse_attention_reference(
     query: torch.Tensor,
     record: torch.Tensor,
@@ -180,9 +199,10 @@ def sparse_attention_reference(
     num_computed_tokens: torch.Tensor,
     quantize: bool,
     with_mass: bool,
+    tail: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition; see the module text."""
-    arguments = (positions, request_index, block_table, slot_ids, num_computed_tokens, quantize)
+    arguments = (positions, request_index, block_table, slot_ids, num_computed_tokens, quantize, tail)
     _check(query, record, ring, compressed, picks, sink, scale, window, *arguments)
     valid = positions >= 0
     _demand(positions >= -1, "must be at least -1", "positions")
@@ -191,10 +211,10 @@ def sparse_attention_reference(
     starts = num_computed_tokens[line]
     _demand(~valid | ((starts >= 0) & (starts <= positions)), "must not exceed a row", "num_computed_tokens")
     records, visible = window_records(record, ring, window, positions, slot_ids[line], starts)
-    keys = dequantize_fp8(records, torch.bfloat16) if quantize else records
+    keys = _vectors(records, query.shape[-1], quantize, tail, dequantize_fp8, ())
     if picks.shape[1]:
         records, picked = _picked(compressed, picks, positions, block_table[line])
-        entries = dequantize_fp4(records, "e4m3", torch.bfloat16) if quantize else records
+        entries = _vectors(records, query.shape[-1], quantize, tail, dequantize_fp4, ("e4m3",))
         keys, visible = torch.cat((keys, entries), dim=1), torch.cat((visible, picked), dim=1)
     rows = query.shape[0]
     output, mass = softmax_with_sink(pad_rows(query), pad_rows(keys), pad_rows(visible), sink, scale)
@@ -220,9 +240,10 @@ def sparse_attention_fake(
     num_computed_tokens: torch.Tensor,
     quantize: bool,
     with_mass: bool,
+    tail: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shape rule."""
-    arguments = (positions, request_index, block_table, slot_ids, num_computed_tokens, quantize)
+    arguments = (positions, request_index, block_table, slot_ids, num_computed_tokens, quantize, tail)
     _check(query, record, ring, compressed, picks, sink, scale, window, *arguments)
     columns = window + picks.shape[1] if with_mass else 0
     return torch.empty_like(query), query.new_empty((query.shape[0], columns), dtype=torch.float32)
@@ -265,7 +286,7 @@ sparse_attention = Op(
     schema=(
         "sparse_attention(Tensor query, Tensor record, Tensor ring, Tensor compressed, Tensor picks, "
         "Tensor sink, float scale, int window, Tensor positions, Tensor request_index, Tensor block_table, "
-        "Tensor slot_ids, Tensor num_computed_tokens, bool quantize, bool with_mass) "
+        "Tensor slot_ids, Tensor num_computed_tokens, bool quantize, bool with_mass, int tail=0) "
         "-> (Tensor output, Tensor mass)"
     ),
     reference=sparse_attention_reference,

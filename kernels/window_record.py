@@ -3,9 +3,11 @@
     record = fp8(rope(rms_norm(kv, norm_weight, eps), table, positions))        without `quantize`: the vector
 
 Shapes    kv [T, d] bf16 | fp32, norm_weight [d] bf16 | fp32, table [P, r] fp32 (cosines, then sines),
-          positions [T] int64 -> record uint8 [T, d + d/32]; without `quantize` fp32 [T, d]
-Numerics  those of `rms_norm`, `rope` and `quantize_fp8` one after the other: the vector is rounded to the
-          dtype of kv after the norm and after the rotation. Padding rows (position -1) give zeros.
+          positions [T] int64 -> record uint8 [T, d + d/32], with a `tail` that of `quantize_tail.py`;
+          without `quantize` fp32 [T, d]
+Numerics  those of `rms_norm`, `rope` and `quantize_fp8` (`quantize_tail`) one after the other: the vector is
+          rounded to the dtype of kv after the norm and after the rotation. Padding rows (position -1) give
+          zeros.
 Native    the operations of the three, hence their bits.
 """
 
@@ -17,13 +19,19 @@ from deepinfer.errors import UsageError
 from deepinfer.kernels.checks import FLOAT_DTYPES, check_multiple, check_tensor, check_values
 from deepinfer.kernels.formats import FP8_GROUP
 from deepinfer.kernels.quantize_fp8 import quantize_fp8
+from deepinfer.kernels.quantize_tail import quantize_tail, tail_record_bytes
 from deepinfer.kernels.registry import Op
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import rope
 
 
 def _check(
-    kv: torch.Tensor, norm_weight: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, quantize: bool
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    quantize: bool,
+    tail: int,
 ) -> None:
     check_tensor("window_record", "kv", kv, (None, None), FLOAT_DTYPES)
     rows, width = kv.shape
@@ -34,8 +42,10 @@ def _check(
             f"must have an even width of at most {width}, got {table.shape[1]}", where="window_record: table"
         )
     check_tensor("window_record", "positions", positions, (rows,), (torch.int64,))
-    if quantize:
+    if quantize and not tail:
         check_multiple("window_record", "last axis of kv", width, FP8_GROUP)
+    if tail and not 0 < tail < width:
+        raise UsageError(f"must lie in 0 .. {width - 1}, got {tail}", where="window_record: tail")
 
 
 def window_record_reference(
@@ -45,13 +55,17 @@ def window_record_reference(
     table: torch.Tensor,
     positions: torch.Tensor,
     quantize: bool,
+    tail: int = 0,
 ) -> torch.Tensor:
     """The definition; see the module text."""
-    _check(kv, norm_weight, table, positions, quantize)
+    _check(kv, norm_weight, table, positions, quantize, tail)
     inside = (positions >= -1) & (positions < table.shape[0])
     check_values("window_record", "positions", inside, f"must lie in -1 .. {table.shape[0] - 1}")
     rotated = rope(rms_norm(kv, norm_weight, eps), table, positions, False)
-    record = quantize_fp8(rotated) if quantize else rotated.to(torch.float32)
+    if quantize:
+        record = quantize_tail(rotated, tail) if tail else quantize_fp8(rotated)
+    else:
+        record = rotated.to(torch.float32)
     return torch.where((positions >= 0).unsqueeze(1), record, 0)
 
 
@@ -62,12 +76,14 @@ def window_record_fake(
     table: torch.Tensor,
     positions: torch.Tensor,
     quantize: bool,
+    tail: int = 0,
 ) -> torch.Tensor:
     """Shape rule."""
-    _check(kv, norm_weight, table, positions, quantize)
+    _check(kv, norm_weight, table, positions, quantize, tail)
     rows, width = kv.shape
     if quantize:
-        return kv.new_empty((rows, width + width // FP8_GROUP), dtype=torch.uint8)
+        size = tail_record_bytes(width, tail) if tail else width + width // FP8_GROUP
+        return kv.new_empty((rows, size), dtype=torch.uint8)
     return kv.new_empty((rows, width), dtype=torch.float32)
 
 
@@ -87,7 +103,7 @@ window_record = Op(
     name="window_record",
     schema=(
         "window_record(Tensor kv, Tensor norm_weight, float eps, Tensor table, Tensor positions, "
-        "bool quantize) -> Tensor"
+        "bool quantize, int tail=0) -> Tensor"
     ),
     reference=window_record_reference,
     fake=window_record_fake,

@@ -22,6 +22,7 @@ PREFIX = "fuse_"
 # Larger ones first: `compress`, say, contains a rotation, which `rope` alone would take out of it.
 _ORDER = (
     "compress",
+    "compress_biased",
     "index_topk",
     "index_key",
     "sparse_attention",
@@ -29,6 +30,7 @@ _ORDER = (
     "moe_experts",
     "shared_expert",
     "moe_gate",
+    "moe_hash_gate",
     "engram_ids",
     "engram_gate",
     "engram_gather",

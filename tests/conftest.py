@@ -21,6 +21,12 @@ def golden_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
+def v4_golden_dir() -> Path:
+    """The same of the generation before: a pure oracle of structure, unquantised, in float32."""
+    return GOLDEN_DATA / "v4-tiny"
+
+
+@pytest.fixture(scope="session")
 def shared_dir(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A directory that all test processes of this run share."""
     base = tmp_path_factory.getbasetemp()

@@ -34,11 +34,11 @@ inline __m256 round_to_e4m3(__m256 value) {
   return _mm256_castsi256_ps(_mm256_blendv_epi8(rounded, constant(0x7FC00000), is_nan));
 }
 
-// fp8_scale of 32 values.
+// Scale byte of `group` values for the FP8 quantiser; a multiple of 32.
 template <class T>
-inline uint8_t fp8_scale_of(const T* x) {
+inline uint8_t fp8_scale_of(const T* x, int64_t group) {
   __m256i most = _mm256_setzero_si256(), infinity = _mm256_set1_epi32(0x7F800000);
-  for (int i = 0; i < kFp8Group; i += 8) {
+  for (int64_t i = 0; i < group; i += 8) {
     __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(load8(x + i)), _mm256_set1_epi32(0x7FFFFFFF));
     most = _mm256_max_epi32(most, _mm256_andnot_si256(_mm256_cmpgt_epi32(magnitude, infinity), magnitude));
   }
@@ -49,13 +49,13 @@ inline uint8_t fp8_scale_of(const T* x) {
   return float_to_e8m0_ceil(std::max(amax, 1e-4f) * (1.0f / 448.0f));
 }
 
-// 32 values through the FP8 quantiser and back.
+// A group of values through the FP8 quantiser and back.
 template <class T>
-inline void round_to_fp8(const T* x, float* out) {
-  uint8_t byte = fp8_scale_of(x);
+inline void round_to_fp8(const T* x, int64_t group, float* out) {
+  uint8_t byte = fp8_scale_of(x, group);
   __m256 scale = _mm256_set1_ps(e8m0_to_float(byte));
   __m256 inverse = _mm256_set1_ps(e8m0_to_float(uint8_t(254 - byte)));
-  for (int i = 0; i < kFp8Group; i += 8) {
+  for (int64_t i = 0; i < group; i += 8) {
     __m256 rounded = round_to_e4m3(_mm256_mul_ps(load8(x + i), inverse));
     _mm256_storeu_ps(out + i, _mm256_mul_ps(rounded, scale));
   }
@@ -63,11 +63,12 @@ inline void round_to_fp8(const T* x, float* out) {
 
 class Activations {
  public:
-  // x [vectors, inputs] must outlive this: floats that need no rounding stay where they are.
+  // x [vectors, inputs] must outlive this: floats that need no rounding stay where they are. `group` values
+  // share a scale of the quantiser; 0: none.
   template <class T>
-  Activations(const T* x, int64_t vectors, int64_t inputs, bool quantize) : inputs_(inputs) {
+  Activations(const T* x, int64_t vectors, int64_t inputs, int64_t group) : inputs_(inputs) {
     if constexpr (std::is_same_v<T, float>) {
-      if (!quantize) {
+      if (group == 0) {
         base_ = x;
         return;
       }
@@ -78,8 +79,8 @@ class Activations {
       const T* in = x + begin * inputs;
       float* out = data_.get() + begin * inputs;
       int64_t count = (end - begin) * inputs;
-      if (quantize) {
-        for (int64_t k = 0; k < count; k += kFp8Group) round_to_fp8(in + k, out + k);
+      if (group > 0) {
+        for (int64_t k = 0; k < count; k += group) round_to_fp8(in + k, group, out + k);
       } else {
         for (int64_t k = 0; k < count; ++k) out[k] = to_float(in[k]);
       }

@@ -22,6 +22,7 @@
 #include "kernels.h"
 #include "records.h"
 #include "sum_of_squares.h"
+#include "tail_records.h"
 #include "vector_math.h"
 
 namespace deepinfer {
@@ -246,7 +247,7 @@ class Worker {
       const uint8_t* record = p >= start ? in_.record + (row + p - position) * in_.ring.record_bytes
                                          : in_.ring.at(slot, p % in_.ring.entries);
       float* out = blocks_.row(block, p - number * kLanes);
-      in_.quantize ? decode_fp8_record(record, in_.width, out) : copy(record, out);
+      decode(record, decode_fp8_record, out);
     }
     blocks_.transpose(block);
     return block;
@@ -263,14 +264,20 @@ class Worker {
       int64_t pick = held[lane] = picks_[done + lane], entries = in_.compressed.entries;
       const uint8_t* record = in_.compressed.at(table[pick / entries], pick % entries);
       float* out = blocks_.row(block, lane);
-      in_.quantize ? decode_fp4_record(record, in_.width, out) : copy(record, out);
+      decode(record, decode_fp4_record, out);
     }
     blocks_.transpose(block);
     return block;
   }
 
-  void copy(const uint8_t* record, float* out) const {
-    std::memcpy(out, record, size_t(in_.width) * sizeof(float));
+  void decode(const uint8_t* record, void (*without_tail)(const uint8_t*, int64_t, float*), float* out) const {
+    if (!in_.quantize) {
+      std::memcpy(out, record, size_t(in_.width) * sizeof(float));
+    } else if (in_.tail) {
+      decode_tail_record(record, in_.width, in_.tail, out);
+    } else {
+      without_tail(record, in_.width, out);
+    }
   }
 
   // Logits of a block's sixteen keys, used or not; those of later blocks overwrite what is not.
@@ -371,8 +378,10 @@ void sparse_attention(const AttentionInputs& inputs, const T* query, int64_t key
 
 template <class T, class W>
 void window_record(const T* kv, const W* norm_weight, float eps, const float* table, const int64_t* positions,
-                   int64_t rows, int64_t width, int64_t rope_width, bool quantize, void* record) {
-  int64_t bytes = quantize ? fp8_record_bytes(width) : width * int64_t(sizeof(float));
+                   int64_t rows, int64_t width, int64_t rope_width, bool quantize, int64_t tail,
+                   void* record) {
+  int64_t bytes = width * int64_t(sizeof(float));
+  if (quantize) bytes = tail ? tail_record_bytes(width, tail) : fp8_record_bytes(width);
   parallel_for(rows, 16384 / (width + 1) + 1, [=](int64_t begin, int64_t end) {
     std::vector<T> rounded(static_cast<size_t>(width));  // after the norm, and after the rotation
     T* y = rounded.data();
@@ -388,17 +397,21 @@ void window_record(const T* kv, const W* norm_weight, float eps, const float* ta
         round_to(to_float(norm_weight[i]) * (to_float(x[i]) * scale), y[i]);
       }
       const float *cosines = table + positions[row] * rope_width, *sines = cosines + rope_width / 2;
-      T* tail = y + width - rope_width;
+      T* turned = y + width - rope_width;
       for (int64_t i = 0; i < rope_width / 2; ++i) {
-        float u = to_float(tail[2 * i]), v = to_float(tail[2 * i + 1]);
-        round_to(u * cosines[i] - v * sines[i], tail[2 * i]);
-        round_to(u * sines[i] + v * cosines[i], tail[2 * i + 1]);
+        float u = to_float(turned[2 * i]), v = to_float(turned[2 * i + 1]);
+        round_to(u * cosines[i] - v * sines[i], turned[2 * i]);
+        round_to(u * sines[i] + v * cosines[i], turned[2 * i + 1]);
       }
       if (!quantize) {
         for (int64_t i = 0; i < width; ++i) {
           float value = to_float(y[i]);
           std::memcpy(out + i * int64_t(sizeof value), &value, sizeof value);
         }
+        continue;
+      }
+      if (tail) {
+        encode_tail_record(y, width, tail, out);
         continue;
       }
       for (int64_t group = 0; group < width; group += kFp8Group) {
@@ -414,12 +427,12 @@ void window_record(const T* kv, const W* norm_weight, float eps, const float* ta
 template void sparse_attention(const AttentionInputs&, const bf16*, int64_t, bf16*, float*);
 template void sparse_attention(const AttentionInputs&, const float*, int64_t, float*, float*);
 template void window_record(const bf16*, const bf16*, float, const float*, const int64_t*, int64_t, int64_t,
-                            int64_t, bool, void*);
+                            int64_t, bool, int64_t, void*);
 template void window_record(const bf16*, const float*, float, const float*, const int64_t*, int64_t, int64_t,
-                            int64_t, bool, void*);
+                            int64_t, bool, int64_t, void*);
 template void window_record(const float*, const bf16*, float, const float*, const int64_t*, int64_t, int64_t,
-                            int64_t, bool, void*);
+                            int64_t, bool, int64_t, void*);
 template void window_record(const float*, const float*, float, const float*, const int64_t*, int64_t, int64_t,
-                            int64_t, bool, void*);
+                            int64_t, bool, int64_t, void*);
 
 }  // namespace deepinfer

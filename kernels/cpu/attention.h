@@ -20,7 +20,8 @@ struct RecordRegion {
 
 struct AttentionInputs {
   int64_t rows, heads, width, window, picks_per_row, blocks_per_request;
-  bool quantize;  // records are FP8 (window) and FP4 (compressed), else float32
+  bool quantize;  // records are FP8 (window) and FP4 (compressed), with a tail those of tail_records.h
+  int64_t tail;
   float scale;
   const float* sink;
   const uint8_t* record;  // this step's rows, records of the ring's size
@@ -36,6 +37,7 @@ void sparse_attention(const AttentionInputs& inputs, const T* query, int64_t key
 // kv [rows, width], table [any, rope_width] -> record: bytes of FP8 records, or floats.
 template <class T, class W>
 void window_record(const T* kv, const W* norm_weight, float eps, const float* table, const int64_t* positions,
-                   int64_t rows, int64_t width, int64_t rope_width, bool quantize, void* record);
+                   int64_t rows, int64_t width, int64_t rope_width, bool quantize, int64_t tail,
+                   void* record);
 
 }  // namespace deepinfer

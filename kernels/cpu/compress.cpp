@@ -8,6 +8,7 @@
 #include "index.h"
 #include "kernels.h"
 #include "rope.h"
+#include "tail_records.h"
 
 namespace deepinfer {
 
@@ -42,16 +43,17 @@ class RecordMaker {
 
   void norm(const T* x, T* y) const { rms_norm_row(x, weight_.get(), settings_.eps, size_, y); }
 
-  // The normed x, rotated, as the record of the entry that `row` closes. `scratch` holds `size` values.
-  template <class Record>
-  void write(const T* x, const EntryRows& rows, int64_t row, RecordView<Record> region, ScaleFormat format,
-             T* scratch) const {
+  // The normed x, rotated, as the record of the entry that `row` closes; encode(vector, record) makes it of
+  // `scratch`, which holds `size` values.
+  template <class Record, class Encode>
+  void write(const T* x, const EntryRows& rows, int64_t row, RecordView<Record> region, T* scratch,
+             const Encode& encode) const {
     int64_t entry = rows.positions[row] / rows.ratio, rotated = settings_.rotated;
     Rotation rotation(settings_.table + entry * rows.ratio * rotated, rotated, false);
     std::copy_n(x, size_ - rotated, scratch);
     rotation.apply(x + size_ - rotated, scratch + size_ - rotated);
     int64_t block = rows.blocks_of(row)[entry / region.entries];
-    write_record(scratch, size_, format, region.at(block, entry % region.entries));
+    encode(scratch, region.at(block, entry % region.entries));
   }
 
  private:
@@ -60,33 +62,37 @@ class RecordMaker {
   std::unique_ptr<float[]> weight_;
 };
 
-// Values and gates [rows, size] of the step, and the rows before it.
+// Values and gates [rows, width] of the step, and the rows before it. An entry has `size` values: all of the
+// width, or with overlap the second half of its own window's rows and the first half of the window before.
 class Groups {
  public:
-  Groups(const EntryRows& rows, const OpenGroups& open, int64_t count, int64_t size)
-      : rows_(rows), open_(open), count_(count), size_(size), values_(buffer<float>(count * size)),
-        gates_(buffer<float>(count * size)) {}
+  Groups(const EntryRows& rows, const OpenGroups& open, int64_t count, int64_t width, bool overlap)
+      : rows_(rows), open_(open), count_(count), width_(width), size_(overlap ? width / 2 : width),
+        members_(overlap ? 2 * rows.ratio : rows.ratio), values_(buffer<float>(count * width)),
+        gates_(buffer<float>(count * width)) {}
 
+  int64_t members() const { return members_; }
   float* values() { return values_.get(); }
   float* gates() { return gates_.get(); }
 
   // out = sum_i value_i * (exp(gate_i - most) / sum_j exp(gate_j - most)) over the group that `row` closes,
-  // oldest first, each step rounded.
+  // oldest first, each step rounded. Members before the request's first row have no share.
   template <class T>
   void pool(int64_t row, std::vector<const float*>& members, T* out) const {
     find_members(row, members);
-    int64_t ratio = rows_.ratio;
     const float* const* value = members.data();
-    const float* const* gate = members.data() + ratio;
+    const float* const* gate = members.data() + members_;
+    int64_t first = 0;
+    while (!gate[first]) ++first;
     for (int64_t d = 0; d < size_; d += kLanes) {
       int64_t count = size_ - d;
-      Lanes most = load_part(gate[0] + d, count), total = Lanes::zero(), sum = Lanes::zero();
-      for (int64_t i = 1; i < ratio; ++i) most = max(most, load_part(gate[i] + d, count));
-      for (int64_t i = 0; i < ratio; ++i) {
+      Lanes most = load_part(gate[first] + d, count), total = Lanes::zero(), sum = Lanes::zero();
+      for (int64_t i = first + 1; i < members_; ++i) most = max(most, load_part(gate[i] + d, count));
+      for (int64_t i = first; i < members_; ++i) {
         Lanes share = exp(load_part(gate[i] + d, count) - most);
         total = i ? total + share : share;
       }
-      for (int64_t i = 0; i < ratio; ++i) {
+      for (int64_t i = first; i < members_; ++i) {
         Lanes share = exp(load_part(gate[i] + d, count) - most) / total;
         Lanes term = load_part(value[i] + d, count) * share;
         sum = i ? sum + term : term;
@@ -103,8 +109,8 @@ class Groups {
       if (position < 0) continue;
       if (position < open_.num_computed_tokens[line] + open_.row_counts[line] - length) continue;
       float* out = open_.ring.at(open_.slot_ids[line], position % length);
-      std::copy_n(values_.get() + row * size_, size_, out);
-      std::copy_n(gates_.get() + row * size_, size_, out + size_);
+      std::copy_n(values_.get() + row * width_, width_, out);
+      std::copy_n(gates_.get() + row * width_, width_, out + width_);
     }
   }
 
@@ -112,22 +118,25 @@ class Groups {
   // Values, then gates, oldest first: from the step's rows or, before its first row, from the ring.
   void find_members(int64_t row, std::vector<const float*>& members) const {
     int64_t position = rows_.positions[row], line = rows_.request_index[row];
-    for (int64_t i = 0; i < rows_.ratio; ++i) {
-      int64_t back = rows_.ratio - 1 - i;
+    for (int64_t i = 0; i < members_; ++i) {
+      int64_t back = members_ - 1 - i;
+      int64_t half = i >= rows_.ratio ? size_ : 0;  // of rows of the own window, where there are two
+      const float *value = nullptr, *gate = nullptr;
       if (position - back >= open_.num_computed_tokens[line]) {
-        members[size_t(i)] = values_.get() + (row - back) * size_;
-        members[size_t(rows_.ratio + i)] = gates_.get() + (row - back) * size_;
-      } else {
-        const float* parked = open_.ring.at(open_.slot_ids[line], (position - back) % open_.ring.entries);
-        members[size_t(i)] = parked;
-        members[size_t(rows_.ratio + i)] = parked + size_;
+        value = values_.get() + (row - back) * width_ + half;
+        gate = gates_.get() + (row - back) * width_ + half;
+      } else if (position - back >= 0) {
+        value = open_.ring.at(open_.slot_ids[line], (position - back) % open_.ring.entries) + half;
+        gate = value + width_;
       }
+      members[size_t(i)] = value;
+      members[size_t(members_ + i)] = gate;
     }
   }
 
   const EntryRows& rows_;
   const OpenGroups& open_;
-  int64_t count_, size_;
+  int64_t count_, width_, size_, members_;
   std::unique_ptr<float[]> values_, gates_;
 };
 
@@ -140,7 +149,7 @@ void compress(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, Re
   while (count > 0 && rows.positions[count - 1] < 0) --count;  // padding comes last
   std::fill(latent + count * size, latent + rows.rows * size, T{});
   if (count == 0) return;
-  Groups groups(rows, open, rows.ratio > 1 ? count : 0, size);
+  Groups groups(rows, open, rows.ratio > 1 ? count : 0, size, false);
   if (rows.ratio > 1) {
     linear(x, wkv, count, groups.values());
     linear(x, wgate, count, groups.gates());
@@ -150,7 +159,7 @@ void compress(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, Re
   RecordMaker<T> maker(settings, size);
   parallel_for(count, grain_for(size), [&](int64_t begin, int64_t end) {
     std::unique_ptr<T[]> scratch = buffer<T>(size);
-    std::vector<const float*> members(size_t(2 * rows.ratio));
+    std::vector<const float*> members(size_t(2 * groups.members()));
     for (int64_t row = begin; row < end; ++row) {
       T* out = latent + row * size;
       if (!rows.closes_group(row)) {
@@ -159,10 +168,59 @@ void compress(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, Re
       }
       if (rows.ratio > 1) groups.pool(row, members, out);
       maker.norm(out, out);
-      maker.write(out, rows, row, region, ScaleFormat::kE4M3, scratch.get());
+      maker.write(out, rows, row, region, scratch.get(), [size](const T* vector, Record* record) {
+        write_record(vector, size, ScaleFormat::kE4M3, record);
+      });
     }
   });
   if (rows.ratio > 1) groups.park();  // last: a ring may be as short as its chunk is long
+}
+
+template <class T, class Record>
+void compress_biased(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, BiasedSettings biased,
+                     RecordSettings settings, OpenGroups open, RecordView<Record> region, EntryRows rows,
+                     T* latent) {
+  int64_t width = wkv.outputs, size = biased.overlap ? width / 2 : width, count = rows.rows;
+  while (count > 0 && rows.positions[count - 1] < 0) --count;  // padding comes last
+  std::fill(latent + count * size, latent + rows.rows * size, T{});
+  if (count == 0) return;
+  Groups groups(rows, open, count, width, biased.overlap);
+  linear(x, wkv, count, groups.values());
+  linear(x, wgate, count, groups.gates());
+  parallel_for(count, grain_for(width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (rows.positions[row] < 0) continue;
+      const float* bias = biased.bias + rows.positions[row] % rows.ratio * width;
+      float* gate = groups.gates() + row * width;
+      for (int64_t i = 0; i < width; ++i) gate[i] += bias[i];
+    }
+  });
+  RecordMaker<T> maker(settings, size);
+  parallel_for(count, grain_for(size), [&](int64_t begin, int64_t end) {
+    std::unique_ptr<T[]> scratch = buffer<T>(size);
+    std::unique_ptr<float[]> values = buffer<float>(size);
+    std::vector<const float*> members(size_t(2 * groups.members()));
+    for (int64_t row = begin; row < end; ++row) {
+      T* out = latent + row * size;
+      if (!rows.closes_group(row)) {
+        std::fill(out, out + size, T{});
+        continue;
+      }
+      groups.pool(row, members, out);
+      maker.norm(out, out);
+      maker.write(out, rows, row, region, scratch.get(), [&](T* vector, Record* record) {
+        if constexpr (std::is_same_v<Record, float>) {
+          write_record(vector, size, ScaleFormat::kE8M0, record);
+        } else if (biased.index) {
+          hadamard_row(vector, size, values.get(), vector);
+          write_record(vector, size, ScaleFormat::kE8M0, record);
+        } else {
+          encode_tail_record(vector, size, settings.rotated, record);
+        }
+      });
+    }
+  });
+  groups.park();  // last: a ring may be as short as its chunk is long
 }
 
 template <class T, class Record>
@@ -191,7 +249,9 @@ void index_key(const T* latent, const LinearWeight& wk, RecordSettings settings,
     for (int64_t i = begin; i < end; ++i) {
       T* key = keys.get() + i * size;
       maker.norm(key, key);
-      maker.write(key, rows, closing[size_t(i)], region, ScaleFormat::kE8M0, scratch.get());
+      maker.write(key, rows, closing[size_t(i)], region, scratch.get(), [size](const T* vector, Record* record) {
+        write_record(vector, size, ScaleFormat::kE8M0, record);
+      });
     }
   });
 }
@@ -199,6 +259,8 @@ void index_key(const T* latent, const LinearWeight& wk, RecordSettings settings,
 #define KEYS(T, Record)                                                                                 \
   template void compress(const T*, const LinearWeight&, const LinearWeight&, RecordSettings, OpenGroups, \
                          RecordView<Record>, EntryRows, T*);                                            \
+  template void compress_biased(const T*, const LinearWeight&, const LinearWeight&, BiasedSettings,     \
+                                RecordSettings, OpenGroups, RecordView<Record>, EntryRows, T*);         \
   template void index_key(const T*, const LinearWeight&, RecordSettings, RecordView<Record>, EntryRows)
 KEYS(bf16, uint8_t);
 KEYS(bf16, float);

@@ -52,7 +52,7 @@ void experts_of_rows(const T* x, const int64_t* ids, const float* weights, const
 
   std::unique_ptr<T[]> gate_and_up(new T[size_t(pairs * 2 * inner)]);
   {
-    Activations activations(x, rows, width, experts.quantize);
+    Activations activations(x, rows, width, experts.activation_group);
     multiply_experts(
         experts.w13, used, [&](int64_t pair) { return activations.vector(pair / picks); },
         [&](int64_t pair) { return gate_and_up.get() + pair * 2 * inner; });
@@ -70,7 +70,7 @@ void experts_of_rows(const T* x, const int64_t* ids, const float* weights, const
   });
   std::unique_ptr<T[]> results(new T[size_t(pairs * width)]);
   {
-    Activations activations(hidden.get(), pairs, inner, experts.quantize);
+    Activations activations(hidden.get(), pairs, inner, experts.activation_group);
     multiply_experts(
         experts.w2, used, [&](int64_t pair) { return activations.vector(pair); },
         [&](int64_t pair) { return results.get() + pair * width; });
@@ -115,7 +115,7 @@ void shared_expert(const T* x, const float* routed, const ExpertWeights& expert,
   for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
     int64_t count = std::min(kRowsAtOnce, rows - row);
     std::unique_ptr<T[]> gate_and_up(new T[size_t(count * 2 * inner)]), hidden(new T[size_t(count * inner)]);
-    linear_fp8(x + row * width, expert.w13, expert.quantize, count, gate_and_up.get());
+    linear_fp8(x + row * width, expert.w13, expert.activation_group, count, gate_and_up.get());
     parallel_for(count, rows_per_task(8 * inner), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* in = gate_and_up.get() + r * 2 * inner;
@@ -123,7 +123,7 @@ void shared_expert(const T* x, const float* routed, const ExpertWeights& expert,
       }
     });
     T* out = y + row * width;
-    linear_fp8(hidden.get(), expert.w2, expert.quantize, count, out);
+    linear_fp8(hidden.get(), expert.w2, expert.activation_group, count, out);
     const float* base = routed + row * width;
     parallel_for(count, rows_per_task(width), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * width; i < end * width; ++i) round_to(base[i] + to_float(out[i]), out[i]);

@@ -8,7 +8,8 @@ namespace deepinfer {
 struct ExpertWeights {
   ScaledWeight w13, w2;  // w13: the gate's outputs, then those of the up projection
   float swiglu_limit;    // 0: no clamp
-  bool quantize;         // inputs of both go through the FP8 quantiser
+  // inputs of both go through the FP8 quantiser, so many per scale; 0: they do not
+  int64_t activation_group;
 };
 
 // x [rows, D], ids and weights [rows, picks], ids in -1 .. E - 1 -> y [rows, D]

@@ -28,9 +28,7 @@ class Chooser {
 
   void run(const float* logits, const float* bias, int64_t* ids, float* weights) {
     int64_t experts = int64_t(scores_.size()), top_k = settings_.top_k;
-    for (int64_t e = 0; e < experts; e += kLanes) {
-      store_part(sqrt(softplus(load_part(logits + e, experts - e))), scores_.data() + e, experts - e);
-    }
+    score(logits);
     for (int64_t e = 0; e < experts; ++e) keys_[size_t(e)] = rank_key(scores_[size_t(e)] + bias[e]);
     // Ids come in ascending order and only a greater key overtakes, so equal ranks leave the lower id ahead.
     int64_t found = 0;
@@ -48,7 +46,19 @@ class Chooser {
     weigh(ids, weights);
   }
 
+  void run_given(const float* logits, const int64_t* ids, float* weights) {
+    score(logits);
+    weigh(ids, weights);
+  }
+
  private:
+  void score(const float* logits) {
+    int64_t experts = int64_t(scores_.size());
+    for (int64_t e = 0; e < experts; e += kLanes) {
+      store_part(sqrt(softplus(load_part(logits + e, experts - e))), scores_.data() + e, experts - e);
+    }
+  }
+
   void weigh(const int64_t* ids, float* weights) const {
     int64_t top_k = settings_.top_k;
     float sum = 0.0f;
@@ -67,21 +77,20 @@ class Chooser {
   std::vector<int32_t> keys_, best_;
 };
 
-}  // namespace
-
-template <class T>
-void moe_gate(const T* x, const LinearWeight& weight, const float* bias, const int64_t* positions,
-              const GateSettings& settings, int64_t rows, float* logits, int64_t* ids, float* weights) {
+// choose(chooser, row, logits, ids, weights) fills ids and weights of a row.
+template <class T, class Choose>
+void route_rows(const T* x, const LinearWeight& weight, const int64_t* positions, const GateSettings& settings,
+                int64_t rows, float* logits, int64_t* ids, float* weights, const Choose& choose) {
   if (rows == 0) return;
   int64_t experts = weight.outputs, top_k = settings.top_k;
   linear(x, weight, rows, logits);
-  parallel_for(rows, 64, [=](int64_t begin, int64_t end) {
+  parallel_for(rows, 64, [=, &choose](int64_t begin, int64_t end) {
     Chooser chooser(experts, settings);
     for (int64_t row = begin; row < end; ++row) {
       float *row_logits = logits + row * experts, *row_weights = weights + row * top_k;
       int64_t* row_ids = ids + row * top_k;
       if (positions[row] >= 0) {
-        chooser.run(row_logits, bias, row_ids, row_weights);
+        choose(chooser, row, row_logits, row_ids, row_weights);
         continue;
       }
       std::fill_n(row_logits, experts, 0.0f);
@@ -91,9 +100,37 @@ void moe_gate(const T* x, const LinearWeight& weight, const float* bias, const i
   });
 }
 
+}  // namespace
+
+template <class T>
+void moe_gate(const T* x, const LinearWeight& weight, const float* bias, const int64_t* positions,
+              const GateSettings& settings, int64_t rows, float* logits, int64_t* ids, float* weights) {
+  route_rows(x, weight, positions, settings, rows, logits, ids, weights,
+             [=](Chooser& chooser, int64_t, const float* row_logits, int64_t* row_ids, float* row_weights) {
+               chooser.run(row_logits, bias, row_ids, row_weights);
+             });
+}
+
+template <class T>
+void moe_hash_gate(const T* x, const LinearWeight& weight, const int64_t* table, const int64_t* tokens,
+                   const int64_t* positions, const GateSettings& settings, int64_t rows, float* logits,
+                   int64_t* ids, float* weights) {
+  int64_t top_k = settings.top_k;
+  route_rows(x, weight, positions, settings, rows, logits, ids, weights,
+             [=](Chooser& chooser, int64_t row, const float* row_logits, int64_t* row_ids, float* row_weights) {
+               std::copy_n(table + tokens[row] * top_k, top_k, row_ids);
+               chooser.run_given(row_logits, row_ids, row_weights);
+             });
+}
+
 template void moe_gate(const bf16*, const LinearWeight&, const float*, const int64_t*, const GateSettings&,
                        int64_t, float*, int64_t*, float*);
 template void moe_gate(const float*, const LinearWeight&, const float*, const int64_t*, const GateSettings&,
                        int64_t, float*, int64_t*, float*);
+
+template void moe_hash_gate(const bf16*, const LinearWeight&, const int64_t*, const int64_t*, const int64_t*,
+                            const GateSettings&, int64_t, float*, int64_t*, float*);
+template void moe_hash_gate(const float*, const LinearWeight&, const int64_t*, const int64_t*, const int64_t*,
+                            const GateSettings&, int64_t, float*, int64_t*, float*);
 
 }  // namespace deepinfer

@@ -17,4 +17,10 @@ template <class T>
 void moe_gate(const T* x, const LinearWeight& weight, const float* bias, const int64_t* positions,
               const GateSettings& settings, int64_t rows, float* logits, int64_t* ids, float* weights);
 
+// The same with ids given: table [any, top_k] by token; tokens of rows with positions >= 0 lie in range.
+template <class T>
+void moe_hash_gate(const T* x, const LinearWeight& weight, const int64_t* table, const int64_t* tokens,
+                   const int64_t* positions, const GateSettings& settings, int64_t rows, float* logits,
+                   int64_t* ids, float* weights);
+
 }  // namespace deepinfer

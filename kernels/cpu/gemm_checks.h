@@ -32,9 +32,30 @@ inline ScaledWeight packed_weight(const char* op, const char* name, const Tensor
           panels * kPanel, inputs};
 }
 
+// Unquantised: [G | E, N, K], or packed [G | E, N/16, K, 16], with scale [0, 0, 0].
+inline ScaledWeight unquantised_weight(const char* op, const char* name, const Tensor& weight,
+                                       const char* scale_name, const Tensor& scale, int64_t count,
+                                       int64_t inputs) {
+  check_floats(op, name, weight);
+  check_bytes(op, scale_name, scale);
+  check_shape(op, scale_name, scale, {0, 0, 0});
+  bool is_bf16 = weight.scalar_type() == at::kBFloat16, packed = weight.dim() == 4;
+  if (packed) {
+    check_shape(op, name, weight, {count, kAny, inputs, kPanel});
+    TORCH_CHECK(!is_bf16 || inputs % 2 == 0, op, ": ", name, " is packed in pairs of inputs, got ", inputs);
+  } else {
+    check_shape(op, name, weight, {count, kAny, inputs});
+  }
+  return {static_cast<const uint8_t*>(weight.const_data_ptr()), nullptr, packed, weight.size(0),
+          weight.size(1) * (packed ? kPanel : 1), inputs, is_bf16 ? Storage::kBf16 : Storage::kFloat};
+}
+
 // FP8: [G, N, K] with scale [G, ceil(N/32), ceil(K/32)], or packed [G, N/16, K, 16] with [G, N/16, K/32, 16].
 inline ScaledWeight fp8_weight(const char* op, const char* name, const Tensor& weight, const char* scale_name,
                                const Tensor& scale, int64_t groups, int64_t inputs) {
+  if (weight.is_floating_point()) {
+    return unquantised_weight(op, name, weight, scale_name, scale, groups, inputs);
+  }
   check_bytes(op, name, weight);
   check_bytes(op, scale_name, scale);
   if (weight.dim() == 4) return packed_weight(op, name, weight, scale_name, scale, groups, inputs, inputs);
@@ -48,6 +69,9 @@ inline ScaledWeight fp8_weight(const char* op, const char* name, const Tensor& w
 // FP4: [E, N, K/2] with scale [E, N, K/32], or packed [E, N/16, K/2, 16] with [E, N/16, K/32, 16].
 inline ScaledWeight fp4_weight(const char* op, const char* name, const Tensor& weight, const char* scale_name,
                                const Tensor& scale, int64_t inputs) {
+  if (weight.is_floating_point()) {
+    return unquantised_weight(op, name, weight, scale_name, scale, kAny, inputs);
+  }
   check_bytes(op, name, weight);
   check_bytes(op, scale_name, scale);
   if (weight.dim() == 4) return packed_weight(op, name, weight, scale_name, scale, kAny, inputs, inputs / 2);

@@ -68,6 +68,18 @@ template <class T, class Record>
 void compress(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, RecordSettings settings,
               OpenGroups open, RecordView<Record> region, EntryRows rows, T* latent);
 
+// bias [ratio, wkv.outputs] of the gates; with overlap the outputs are two halves.
+struct BiasedSettings {
+  const float* bias;
+  bool overlap, index;  // index: keys of an index, which have records of their own
+};
+
+// As compress, with members and records as in kernels/compress_biased.py.
+template <class T, class Record>
+void compress_biased(const T* x, const LinearWeight& wkv, const LinearWeight& wgate, BiasedSettings biased,
+                     RecordSettings settings, OpenGroups open, RecordView<Record> region, EntryRows rows,
+                     T* latent);
+
 // latent [rows, wk.inputs]: writes the keys of the entries that close, as FP4 with E8M0 scales or float32.
 template <class T, class Record>
 void index_key(const T* latent, const LinearWeight& wk, RecordSettings settings, RecordView<Record> region,

@@ -11,7 +11,7 @@ namespace {
 
 template <class T, class Matrix, class Out>
 void multiply_dense(const T* x, Matrix weight, int64_t rows, Out* y) {
-  Activations activations(x, rows, weight.inputs, false);
+  Activations activations(x, rows, weight.inputs, 0);
   std::vector<const float*> vectors;
   std::vector<Out*> results;
   for (int64_t row = 0; row < rows; ++row) {
@@ -42,9 +42,9 @@ void linear(const T* x, const LinearWeight& weight, int64_t rows, Out* y) {
 }
 
 template <class T>
-void linear_fp8(const T* x, const ScaledWeight& weight, bool quantize_activation, int64_t rows, T* y) {
+void linear_fp8(const T* x, const ScaledWeight& weight, int64_t activation_group, int64_t rows, T* y) {
   if (rows == 0) return;
-  Activations activations(x, rows * weight.count, weight.inputs, quantize_activation);
+  Activations activations(x, rows * weight.count, weight.inputs, activation_group);
   by_fp8_form(weight, [&](auto matrix_of) {
     std::vector<Product<decltype(matrix_of(0)), T>> products;
     for (int64_t g = 0; g < weight.count; ++g) {
@@ -61,10 +61,10 @@ void linear_fp8(const T* x, const ScaledWeight& weight, bool quantize_activation
 }
 
 template <class T>
-void linear_fp4(const T* x, const ScaledWeight& weight, const int64_t* ids, bool quantize_activation,
+void linear_fp4(const T* x, const ScaledWeight& weight, const int64_t* ids, int64_t activation_group,
                 int64_t rows, int64_t vectors, int64_t picks, T* y) {
   if (rows == 0 || picks == 0) return;
-  Activations activations(x, rows * vectors, weight.inputs, quantize_activation);
+  Activations activations(x, rows * vectors, weight.inputs, activation_group);
   for (int64_t pair = 0; pair < rows * picks; ++pair) {
     if (ids[pair] < 0) std::fill_n(y + pair * weight.outputs, weight.outputs, T{});
   }
@@ -78,11 +78,11 @@ template void linear(const bf16*, const LinearWeight&, int64_t, bf16*);
 template void linear(const bf16*, const LinearWeight&, int64_t, float*);
 template void linear(const float*, const LinearWeight&, int64_t, bf16*);
 template void linear(const float*, const LinearWeight&, int64_t, float*);
-template void linear_fp8(const bf16*, const ScaledWeight&, bool, int64_t, bf16*);
-template void linear_fp8(const float*, const ScaledWeight&, bool, int64_t, float*);
-template void linear_fp4(const bf16*, const ScaledWeight&, const int64_t*, bool, int64_t, int64_t, int64_t,
+template void linear_fp8(const bf16*, const ScaledWeight&, int64_t, int64_t, bf16*);
+template void linear_fp8(const float*, const ScaledWeight&, int64_t, int64_t, float*);
+template void linear_fp4(const bf16*, const ScaledWeight&, const int64_t*, int64_t, int64_t, int64_t, int64_t,
                          bf16*);
-template void linear_fp4(const float*, const ScaledWeight&, const int64_t*, bool, int64_t, int64_t, int64_t,
+template void linear_fp4(const float*, const ScaledWeight&, const int64_t*, int64_t, int64_t, int64_t, int64_t,
                          float*);
 
 }  // namespace deepinfer

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "records.h"
+#include "tail_records.h"
 #include "torch_checks.h"
 
 namespace deepinfer {
@@ -27,13 +28,17 @@ void check_ints(const char* op, const char* name, const Tensor& t, std::initiali
   check_shape(op, name, t, shape);
 }
 
+void check_tail(const char* op, int64_t width, int64_t tail) {
+  TORCH_CHECK(tail >= 0 && tail < width, op, ": tail must lie in 0 .. ", width - 1, ", got ", tail);
+}
+
 RecordRegion region_of(const Tensor& t) {
   int64_t item = t.element_size();
   return {in<uint8_t>(t), t.stride(0) * item, t.size(1), t.size(2) * item};
 }
 
 Tensor window_record_op(const Tensor& kv, const Tensor& norm_weight, double eps, const Tensor& table,
-                        const Tensor& positions, bool quantize) {
+                        const Tensor& positions, bool quantize, int64_t tail) {
   const char* op = "window_record";
   check_floats(op, "kv", kv);
   check_floats(op, "norm_weight", norm_weight);
@@ -46,18 +51,20 @@ Tensor window_record_op(const Tensor& kv, const Tensor& norm_weight, double eps,
   TORCH_CHECK(rope_width <= width && rope_width % 2 == 0, op, ": table must have an even width of at most ",
               width, ", got ", rope_width);
   check_ints(op, "positions", positions, {rows});
-  if (quantize) last_multiple(op, "kv", kv, kFp8Group);
+  if (quantize && !tail) last_multiple(op, "kv", kv, kFp8Group);
+  check_tail(op, width, tail);
   const int64_t* at = in<int64_t>(positions);
   for (int64_t row = 0; row < rows; ++row) {
     TORCH_CHECK(at[row] >= -1 && at[row] < table.size(0), op, ": positions must lie in -1 .. ",
                 table.size(0) - 1, ", got ", at[row]);
   }
-  int64_t size = quantize ? fp8_record_bytes(width) : width;
+  int64_t size = width;
+  if (quantize) size = tail ? tail_record_bytes(width, tail) : fp8_record_bytes(width);
   Tensor record = empty({rows, size}, quantize ? at::kByte : at::kFloat);
   by_dtype(kv.scalar_type(), op, [&](auto* t) {
     by_dtype(norm_weight.scalar_type(), op, [&](auto* w) {
       window_record(in<TYPE(t)>(kv), in<TYPE(w)>(norm_weight), float(eps), in<float>(table), at, rows, width,
-                    rope_width, quantize, record.mutable_data_ptr());
+                    rope_width, quantize, tail, record.mutable_data_ptr());
     });
   });
   return record;
@@ -163,15 +170,20 @@ std::tuple<Tensor, Tensor> sparse_attention_op(
     const Tensor& query, const Tensor& record, const Tensor& ring, const Tensor& compressed,
     const Tensor& picks, const Tensor& sink, double scale, int64_t window, const Tensor& positions,
     const Tensor& request_index, const Tensor& block_table, const Tensor& slot_ids,
-    const Tensor& num_computed_tokens, bool quantize, bool with_mass) {
+    const Tensor& num_computed_tokens, bool quantize, bool with_mass, int64_t tail) {
   const char* op = "sparse_attention";
   check_floats(op, "query", query);
   check_shape(op, "query", query, {kAny, kAny, kAny});
   int64_t rows = query.size(0), heads = query.size(1), width = query.size(2);
   TORCH_CHECK(heads > 0 && width > 0, op, ": query must have heads and a width, got ", query.sizes());
-  if (quantize) last_multiple(op, "query", query, kFp8Group);
+  if (quantize && !tail) last_multiple(op, "query", query, kFp8Group);
+  check_tail(op, width, tail);
   ScalarType stored = quantize ? at::kByte : at::kFloat;
-  int64_t size = quantize ? fp8_record_bytes(width) : width;
+  int64_t size = width, compressed_size = width;
+  if (quantize) {
+    size = tail ? tail_record_bytes(width, tail) : fp8_record_bytes(width);
+    compressed_size = tail ? size : fp4_record_bytes(width);
+  }
   check_dtype(op, "record", record, {stored});
   check_shape(op, "record", record, {rows, size});
   check_region(op, "ring", ring, {stored});
@@ -183,7 +195,6 @@ std::tuple<Tensor, Tensor> sparse_attention_op(
   check_ints(op, "picks", picks, {rows, kAny});
   check_region(op, "compressed", compressed, {stored});
   if (picks.size(1) > 0) {
-    int64_t compressed_size = quantize ? fp4_record_bytes(width) : width;
     check_shape(op, "compressed", compressed, {kAny, kAny, compressed_size});
     TORCH_CHECK(compressed.size(1) > 0, op, ": compressed must have entries");
   }
@@ -201,6 +212,7 @@ std::tuple<Tensor, Tensor> sparse_attention_op(
                          picks.size(1),
                          block_table.size(1),
                          quantize,
+                         tail,
                          float(scale),
                          in<float>(sink),
                          in<uint8_t>(record),
@@ -228,7 +240,7 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   const std::vector<at::Tag> tags = op_tags();
   m.def(
       "window_record(Tensor kv, Tensor norm_weight, float eps, Tensor table, Tensor positions, "
-      "bool quantize) -> Tensor",
+      "bool quantize, int tail=0) -> Tensor",
       tags);
   m.def(
       "ring_write(Tensor(a!) ring, Tensor values, Tensor positions, Tensor request_index, Tensor slot_ids, "
@@ -237,8 +249,8 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   m.def(
       "sparse_attention(Tensor query, Tensor record, Tensor ring, Tensor compressed, Tensor picks, "
       "Tensor sink, float scale, int window, Tensor positions, Tensor request_index, "
-      "Tensor block_table, Tensor slot_ids, Tensor num_computed_tokens, bool quantize, bool with_mass) "
-      "-> (Tensor output, Tensor mass)",
+      "Tensor block_table, Tensor slot_ids, Tensor num_computed_tokens, bool quantize, bool with_mass, "
+      "int tail=0) -> (Tensor output, Tensor mass)",
       tags);
 }
 

@@ -20,22 +20,32 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, ScalarType out_dtype) {
   return y;
 }
 
-Tensor linear_fp8_op(const Tensor& x, const Tensor& weight, const Tensor& scale, bool quantize_activation) {
+// What the kernels take for "quantise in groups of so many"; inputs must be whole groups.
+int64_t quantised_group(const char* op, bool quantize, int64_t group, int64_t inputs) {
+  TORCH_CHECK(group > 0 && group % kFp8Group == 0, op, ": activation_group must be a positive multiple of 32, got ",
+              group);
+  TORCH_CHECK(!quantize || (inputs > 0 && inputs % group == 0), op, ": inputs must be a positive multiple of ",
+              group, ", got ", inputs);
+  return quantize ? group : 0;
+}
+
+Tensor linear_fp8_op(const Tensor& x, const Tensor& weight, const Tensor& scale, bool quantize_activation,
+                     int64_t activation_group) {
   const char* op = "linear_fp8";
   check_floats(op, "x", x);
   check_shape(op, "x", x, {kAny, kAny, kAny});
   int64_t rows = x.size(0), groups = x.size(1);
   ScaledWeight matrix = fp8_weight(op, "weight", weight, "scale", scale, groups, x.size(2));
-  if (quantize_activation) last_multiple(op, "x", x, kFp8Group);
+  int64_t group = quantised_group(op, quantize_activation, activation_group, x.size(2));
   Tensor y = empty({rows, groups, matrix.outputs}, x.scalar_type());
   by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp8(in<TYPE(t)>(x), matrix, quantize_activation, rows, out<TYPE(t)>(y));
+    linear_fp8(in<TYPE(t)>(x), matrix, group, rows, out<TYPE(t)>(y));
   });
   return y;
 }
 
 Tensor linear_fp4_op(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& expert_ids,
-                     bool quantize_activation) {
+                     bool quantize_activation, int64_t activation_group) {
   const char* op = "linear_fp4";
   check_floats(op, "x", x);
   check_shape(op, "x", x, {kAny, kAny, kAny});
@@ -43,11 +53,12 @@ Tensor linear_fp4_op(const Tensor& x, const Tensor& weight, const Tensor& scale,
   ScaledWeight matrix = fp4_weight(op, "weight", weight, "scale", scale, inputs);
   const int64_t* ids = expert_list(op, expert_ids, rows, matrix.count);
   int64_t picks = expert_ids.size(1);
+  int64_t group = quantised_group(op, quantize_activation, activation_group, inputs);
   TORCH_CHECK(vectors == 1 || vectors == picks, op, ": x must have 1 or ", picks, " vectors per row, got ",
               vectors);
   Tensor y = empty({rows, picks, matrix.outputs}, x.scalar_type());
   by_dtype(x.scalar_type(), op, [&](auto* t) {
-    linear_fp4(in<TYPE(t)>(x), matrix, ids, quantize_activation, rows, vectors, picks, out<TYPE(t)>(y));
+    linear_fp4(in<TYPE(t)>(x), matrix, ids, group, rows, vectors, picks, out<TYPE(t)>(y));
   });
   return y;
 }
@@ -66,7 +77,7 @@ void check_second(const char* op, const ScaledWeight& w13, const ScaledWeight& w
 
 Tensor moe_experts_op(const Tensor& x, const Tensor& expert_ids, const Tensor& expert_weights,
                       const Tensor& w13, const Tensor& w13_scale, const Tensor& w2, const Tensor& w2_scale,
-                      double swiglu_limit, bool quantize) {
+                      double swiglu_limit, bool quantize, int64_t activation_group) {
   const char* op = "moe_experts";
   check_floats(op, "x", x);
   check_shape(op, "x", x, {kAny, kAny});
@@ -79,8 +90,10 @@ Tensor moe_experts_op(const Tensor& x, const Tensor& expert_ids, const Tensor& e
   TORCH_CHECK(picks > 0, op, ": expert_ids must name at least one expert per row");
   check_dtype(op, "expert_weights", expert_weights, {at::kFloat});
   check_shape(op, "expert_weights", expert_weights, {rows, picks});
+  quantised_group(op, quantize, activation_group, second.inputs);
   Tensor y = empty({rows, width}, at::kFloat);
-  ExpertWeights experts{first, second, float(swiglu_limit), quantize};
+  ExpertWeights experts{first, second, float(swiglu_limit),
+                        quantised_group(op, quantize, activation_group, width)};
   by_dtype(x.scalar_type(), op, [&](auto* t) {
     moe_experts(in<TYPE(t)>(x), ids, in<float>(expert_weights), experts, rows, picks, out<float>(y));
   });
@@ -88,7 +101,7 @@ Tensor moe_experts_op(const Tensor& x, const Tensor& expert_ids, const Tensor& e
 }
 
 Tensor shared_expert_op(const Tensor& x, const Tensor& routed, const Tensor& w13, const Tensor& w13_scale,
-                        const Tensor& w2, const Tensor& w2_scale, double swiglu_limit, bool quantize) {
+                        const Tensor& w2, const Tensor& w2_scale, double swiglu_limit, bool quantize, int64_t activation_group) {
   const char* op = "shared_expert";
   check_floats(op, "x", x);
   check_shape(op, "x", x, {kAny, kAny});
@@ -98,9 +111,11 @@ Tensor shared_expert_op(const Tensor& x, const Tensor& routed, const Tensor& w13
   ScaledWeight first = fp8_weight(op, "w13", w13, "w13_scale", w13_scale, 1, width);
   ScaledWeight second = fp8_weight(op, "w2", w2, "w2_scale", w2_scale, 1, inner_width(op, first));
   check_second(op, first, second);
+  quantised_group(op, quantize, activation_group, second.inputs);
+  int64_t group = quantised_group(op, quantize, activation_group, width);
   Tensor y = empty({rows, width}, x.scalar_type());
   by_dtype(x.scalar_type(), op, [&](auto* t) {
-    shared_expert(in<TYPE(t)>(x), in<float>(routed), {first, second, float(swiglu_limit), quantize}, rows,
+    shared_expert(in<TYPE(t)>(x), in<float>(routed), {first, second, float(swiglu_limit), group}, rows,
                   out<TYPE(t)>(y));
   });
   return y;
@@ -111,18 +126,23 @@ Tensor shared_expert_op(const Tensor& x, const Tensor& routed, const Tensor& w13
 TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
   const std::vector<at::Tag> tags = op_tags();
   m.def("linear(Tensor x, Tensor weight, ScalarType out_dtype) -> Tensor", tags);
-  m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation) -> Tensor", tags);
   m.def(
-      "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation) "
-      "-> Tensor",
+      "linear_fp8(Tensor x, Tensor weight, Tensor scale, bool quantize_activation, "
+      "int activation_group=32) -> Tensor",
+      tags);
+  m.def(
+      "linear_fp4(Tensor x, Tensor weight, Tensor scale, Tensor expert_ids, bool quantize_activation, "
+      "int activation_group=32) -> Tensor",
       tags);
   m.def(
       "moe_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor w13, Tensor w13_scale, "
-      "Tensor w2, Tensor w2_scale, float swiglu_limit, bool quantize) -> Tensor",
+      "Tensor w2, Tensor w2_scale, float swiglu_limit, bool quantize, "
+      "int activation_group=32) -> Tensor",
       tags);
   m.def(
       "shared_expert(Tensor x, Tensor routed, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
-      "float swiglu_limit, bool quantize) -> Tensor",
+      "float swiglu_limit, bool quantize, "
+      "int activation_group=32) -> Tensor",
       tags);
 }
 

@@ -1,10 +1,11 @@
-// Registration of compress, index_key and index_topk. Everything that addresses memory is checked here.
+// Registration of compress, compress_biased, index_key and index_topk. Everything that addresses memory is checked here.
 
 #include <algorithm>
 
 #include "gemm_checks.h"
 #include "index.h"
 #include "rope.h"
+#include "tail_records.h"
 #include "torch_checks.h"
 
 namespace deepinfer {
@@ -105,7 +106,7 @@ void check_closing(const char* op, const EntryRows& rows, const Tensor& region, 
 
 OpenGroups open_groups(const char* op, const EntryRows& rows, const Tensor& ring, const Tensor& slot_ids,
                        const Tensor& num_computed_tokens, const Tensor& row_counts, int64_t lines,
-                       int64_t size) {
+                       int64_t size, int64_t members) {
   for (auto [name, t] : {std::pair{"slot_ids", &slot_ids}, {"num_computed_tokens", &num_computed_tokens},
                          {"row_counts", &row_counts}}) {
     check_dtype(op, name, *t, {at::kLong});
@@ -113,9 +114,9 @@ OpenGroups open_groups(const char* op, const EntryRows& rows, const Tensor& ring
   }
   OpenGroups open{{nullptr, 1, 0, 0}, in<int64_t>(slot_ids), in<int64_t>(num_computed_tokens),
                   in<int64_t>(row_counts)};
-  if (rows.ratio == 1) return open;
+  if (members == 1) return open;
   open.ring = record_view<float>(op, "open_group", ring, 2 * size);
-  TORCH_CHECK(ring.size(1) >= rows.ratio, op, ": open_group must hold at least ", rows.ratio,
+  TORCH_CHECK(ring.size(1) >= members, op, ": open_group must hold at least ", members,
               " positions, got ", ring.size(1));
   for (int64_t row = 0; row < rows.rows; ++row) {
     if (rows.positions[row] < 0) continue;
@@ -153,7 +154,7 @@ Tensor compress_op(const Tensor& x, const Tensor& wkv, const Tensor& wgate, cons
   auto run = [&](auto view) {
     check_closing(op, rows, region, table, block_table.size(0));
     OpenGroups open = open_groups(op, rows, open_group, slot_ids, num_computed_tokens, row_counts,
-                                  block_table.size(0), size);
+                                  block_table.size(0), size, ratio);
     by_dtype(x.scalar_type(), op, [&](auto* t) {
       compress(in<TYPE(t)>(x), values, gates, settings, open, view, rows, out<TYPE(t)>(latent));
     });
@@ -162,6 +163,51 @@ Tensor compress_op(const Tensor& x, const Tensor& wkv, const Tensor& wgate, cons
     run(record_view<uint8_t>(op, "region", region, size / 2 + size / 16));
   } else {
     run(record_view<float>(op, "region", region, size));
+  }
+  return latent;
+}
+
+Tensor compress_biased_op(const Tensor& x, const Tensor& wkv, const Tensor& wgate, const Tensor& bias,
+                          const Tensor& norm_weight, double eps, Tensor open_group, const Tensor& table,
+                          Tensor region, const Tensor& positions, const Tensor& request_index,
+                          const Tensor& block_table, const Tensor& slot_ids,
+                          const Tensor& num_computed_tokens, const Tensor& row_counts, int64_t ratio,
+                          bool overlap, bool quantize, bool index) {
+  const char* op = "compress_biased";
+  check_floats(op, "x", x);
+  check_shape(op, "x", x, {kAny, kAny});
+  LinearWeight values = linear_weight(op, "wkv", wkv, x.size(1));
+  LinearWeight gates = linear_weight(op, "wgate", wgate, x.size(1));
+  int64_t width = values.outputs, size = overlap ? width / 2 : width, count = x.size(0);
+  TORCH_CHECK(gates.outputs == width && size > 0 && (!overlap || width % 2 == 0), op,
+              ": wkv and wgate must have one number of outputs, with overlap two halves, got ", width, " and ",
+              gates.outputs);
+  EntryRows rows = entry_rows(op, positions, request_index, block_table, count, ratio);
+  TORCH_CHECK(ratio >= 2, op, ": ratio must be at least 2, got ", ratio);
+  check_dtype(op, "bias", bias, {at::kFloat});
+  check_shape(op, "bias", bias, {ratio, width});
+  RecordSettings settings = record_settings(op, norm_weight, eps, table, size);
+  TORCH_CHECK(!quantize || index || settings.rotated < size, op, ": table must have fewer than ", size,
+              " columns");
+  if (quantize && index) {
+    TORCH_CHECK(size % 32 == 0 && (size & (size - 1)) == 0, op, ": an index key must have a power of two of ",
+                "values, at least 32, got ", size);
+  }
+  BiasedSettings biased{in<float>(bias), overlap, index};
+  Tensor latent = empty({count, size}, x.scalar_type());
+  auto run = [&](auto view) {
+    check_closing(op, rows, region, table, block_table.size(0));
+    OpenGroups open = open_groups(op, rows, open_group, slot_ids, num_computed_tokens, row_counts,
+                                  block_table.size(0), width, overlap ? 2 * ratio : ratio);
+    by_dtype(x.scalar_type(), op, [&](auto* t) {
+      compress_biased(in<TYPE(t)>(x), values, gates, biased, settings, open, view, rows, out<TYPE(t)>(latent));
+    });
+  };
+  if (!quantize) {
+    run(record_view<float>(op, "region", region, size));
+  } else {
+    int64_t bytes = index ? size / 2 + size / 32 : tail_record_bytes(size, settings.rotated);
+    run(record_view<uint8_t>(op, "region", region, bytes));
   }
   return latent;
 }
@@ -253,6 +299,12 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
       "Tensor slot_ids, Tensor num_computed_tokens, Tensor row_counts, int ratio, bool quantize) -> Tensor",
       tags);
   m.def(
+      "compress_biased(Tensor x, Tensor wkv, Tensor wgate, Tensor bias, Tensor norm_weight, float eps, "
+      "Tensor(a!) open_group, Tensor table, Tensor(b!) region, Tensor positions, Tensor request_index, "
+      "Tensor block_table, Tensor slot_ids, Tensor num_computed_tokens, Tensor row_counts, int ratio, "
+      "bool overlap, bool quantize, bool index) -> Tensor",
+      tags);
+  m.def(
       "index_key(Tensor latent, Tensor wk, Tensor norm_weight, float eps, Tensor table, Tensor(a!) region, "
       "Tensor positions, Tensor request_index, Tensor block_table, int ratio, bool quantize) -> ()",
       tags);
@@ -265,6 +317,7 @@ TORCH_LIBRARY_FRAGMENT(deepinfer, m) {
 
 TORCH_LIBRARY_IMPL(deepinfer, CPU, m) {
   m.impl("compress", compress_op);
+  m.impl("compress_biased", compress_biased_op);
   m.impl("index_key", index_key_op);
   m.impl("index_topk", index_topk_op);
 }

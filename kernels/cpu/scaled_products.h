@@ -5,9 +5,35 @@
 
 namespace deepinfer {
 
+// As the two below, for weights without scales.
+template <class Body>
+void by_unquantised_form(const ScaledWeight& w, const Body& body) {
+  int64_t values = w.outputs * w.inputs;
+  if (w.storage == Storage::kBf16) {
+    const bf16* data = reinterpret_cast<const bf16*>(w.data);
+    if (w.packed) {
+      body([=](int64_t i) {
+        return PackedMatrix<Bf16Codec>{w.data + i * values * 2, nullptr, w.outputs, w.inputs};
+      });
+    } else {
+      body([=](int64_t i) { return PlainMatrix<Bf16Rows>{{data + i * values, w.outputs, w.inputs}}; });
+    }
+  } else {
+    const float* data = reinterpret_cast<const float*>(w.data);
+    if (w.packed) {
+      body([=](int64_t i) {
+        return PackedMatrix<FloatCodec>{w.data + i * values * 4, nullptr, w.outputs, w.inputs};
+      });
+    } else {
+      body([=](int64_t i) { return PlainMatrix<FloatRows>{{data + i * values, w.outputs, w.inputs}}; });
+    }
+  }
+}
+
 // Calls body with a function from the index of a group to its matrix, for the form that the weight has.
 template <class Body>
 void by_fp8_form(const ScaledWeight& w, const Body& body) {
+  if (w.storage != Storage::kScaled) return by_unquantised_form(w, body);
   int64_t codes = w.outputs * w.inputs, in_groups = (w.inputs + kFp8Group - 1) / kFp8Group;
   int64_t scales = (w.packed ? w.outputs : (w.outputs + kFp8Group - 1) / kFp8Group) * in_groups;
   if (w.packed) {
@@ -23,6 +49,7 @@ void by_fp8_form(const ScaledWeight& w, const Body& body) {
 
 template <class Body>
 void by_fp4_form(const ScaledWeight& w, const Body& body) {
+  if (w.storage != Storage::kScaled) return by_unquantised_form(w, body);
   int64_t codes = w.outputs * w.inputs / 2, scales = w.outputs * w.inputs / kFp8Group;
   if (w.packed) {
     body([=](int64_t e) {

@@ -106,7 +106,8 @@ def test_end_of_text_may_be_one_id_a_list_or_none(value, ids, first):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v4", "deepseek_v3", "deepseek_v41_x", "deepseek_v41_text", "llama", None, ["x"]]
+    "model_type",
+    ["deepseek_v4_x", "deepseek_v3", "deepseek_v41_x", "deepseek_v41_text", "llama", None, ["x"]],
 )
 def test_other_model_types_are_refused_with_the_supported_list(model_type):
     with pytest.raises(UnsupportedModelError, match="supported: deepseek_v41"):

@@ -12,6 +12,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # arguments with one entry per row, where it is not the first alone
 ROW_ARGUMENTS = {
     "compress": (0, 8, 9),
+    "compress_biased": (0, 9, 10),
     "engram_gate": (0, 1),
     "engram_gather": (1,),
     "engram_ids": (0, 7, 8),
@@ -21,6 +22,7 @@ ROW_ARGUMENTS = {
     "mhc_expand": (0, 1, 2, 3),
     "moe_experts": (0, 1, 2),
     "moe_gate": (0, 3),
+    "moe_hash_gate": (0, 3, 4),
     "rope": (0, 2),
     "sample": (0, 1, 2, 3, 4, 5, 6, 15),
     "shared_expert": (0, 1),
@@ -36,11 +38,13 @@ CHECKED_ELSEWHERE = {
 # where a NaN in the first argument does not fill its whole row
 NAN_STAYS_LOCAL = {
     "compress",
+    "compress_biased",
     "engram_gate",
     "index_topk",
     "linear_fp4",
     "mhc_expand",
     "moe_experts",
+    "quantize_tail",
     "rope",
     "sample",
     "sparse_attention",

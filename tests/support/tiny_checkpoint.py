@@ -115,7 +115,7 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], seed: int) -> No
     header: dict[str, Any] = {}
     data = bytearray()
     for name, spec in tensors.items():
-        stored = _random_bytes(name, spec, seed)
+        stored = random_bytes(name, spec, seed)
         header[name] = {
             "dtype": spec.dtypes[0],
             "shape": list(spec.shape),
@@ -125,7 +125,7 @@ def _write_shard(path: Path, tensors: Mapping[str, TensorSpec], seed: int) -> No
     write_shard(path, header, bytes(data))
 
 
-def _random_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
+def random_bytes(name: str, spec: TensorSpec, seed: int) -> bytes:
     """Finite values of moderate size in the tensor's storage format; a generator per tensor."""
     numbers = np.random.default_rng(random.Random(f"{seed} {name}").getrandbits(64))
     match spec.dtypes[0]:
