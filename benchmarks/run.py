@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,47 @@ def areas() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 
 
+def markdown(figures: list[dict[str, Any]], load: float) -> str:
+    """All ratios as one table: a row per thing measured, a column per number of threads."""
+    threads = sorted({figure["threads"] for figure in figures})
+    rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for figure in figures:
+        rows.setdefault((figure["area"], figure["name"]), {})[figure["threads"]] = figure
+    head = ["what", *(f"{count} thread{'s' * (count > 1)}" for count in threads), "floor", "times"]
+    lines = [
+        "# Figures",
+        "",
+        f"`make bench` on {machine()}; load {load:.1f}.",
+        "How many times faster the first time is than the second: median and quartiles of paired rounds.",
+        "The times are those of the most threads.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    for (_, name), by_threads in rows.items():
+        last = by_threads[max(by_threads)]
+        ratios = [_ratio(by_threads.get(count)) for count in threads]
+        floor = "" if last["floor"] is None else f"{last['floor']:g}x"
+        lines.append("| " + " | ".join([name, *ratios, floor, last["detail"]]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(figure: dict[str, Any] | None) -> str:
+    if figure is None:
+        return ""
+    missed = figure["floor"] is not None and not figure["ratio"] >= figure["floor"]
+    text = f"{figure['ratio']:.2f} ({figure['low']:.2f} - {figure['high']:.2f})"
+    return f"**{text}, missed**" if missed else text
+
+
+def machine() -> str:
+    """Processor, cores, instruction set and the versions that matter."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {model} ({native.host_isa()}), torch {torch.__version__}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and say whether every floor holds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -34,6 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--threads", default="1,2", help="thread counts, separated by commas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="and there as a table, with the machine"
+    )
     options = parser.parse_args(arguments)
 
     native.load_host_library()
@@ -53,6 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{missed} of {sum(f['floor'] is not None for f in figures)} floors missed; load {load:.1f}")
     if options.json:
         options.json.write_text(json.dumps({"load": load, "lines": figures}, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(figures, load))
     return 1 if missed else 0
 
 
