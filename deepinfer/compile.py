@@ -158,7 +158,7 @@ def compile_model(
             certified, explanation = certified_once(
                 out_dir,
                 artifact_id,
-                model_dir,
+                build.model_dir,
                 build.isa,
                 cache_dir,
                 trust_store=trust_store,

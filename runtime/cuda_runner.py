@@ -13,7 +13,7 @@ step may start once the logits of this one were read: until then its inputs may 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +37,10 @@ from deepinfer.runtime.request import Batch
 class Captured(Protocol):
     """A captured graph."""
 
-    outputs: Sequence[Tensor]  # static, in the shared pool
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """Static results, in the shared pool."""
+        ...
 
     def replay(self) -> None:
         """Put the graph on the device's queue."""
@@ -73,7 +76,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device(device)
-        self._pool: object | None = None
+        self._pool: Any = None
 
     def host_memory(self, size: int) -> Tensor:
         """As Device."""
