@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers.models.deepseek_v4")
@@ -68,7 +68,13 @@ def test_eager_equals_the_witness(
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=2,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # an example takes minutes: a failure is shown as it is
+)
 @given(configs(), st.integers(0, 1000))
 def test_compiled_equals_the_witness(
     tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any], seed: int
@@ -88,4 +94,4 @@ def test_compiled_equals_the_witness(
     params = deepinfer.SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
     outputs = deepinfer.LLM(folder / "artifact").generate(prompts, params)
     for tokens, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == witness.greedy(tokens, GREEDY_TOKENS)
+        assert list(output.outputs[0].token_ids) == witness.greedy(tokens, GREEDY_TOKENS)
