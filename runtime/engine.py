@@ -14,6 +14,7 @@ from deepinfer.runtime import sampler
 from deepinfer.runtime.model_runner import StepRunner
 from deepinfer.runtime.request import Batch, Request
 from deepinfer.runtime.sampling_params import SamplingParams
+from deepinfer.runtime.sampling_state import make_state
 from deepinfer.runtime.scheduler import Scheduler
 
 _COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
@@ -44,6 +45,10 @@ class Engine:
         """Queues a request, drawing its seed if the parameters name none. Raises RequestError."""
         seed = secrets.randbits(64) if params.seed is None else params.seed
         request = self.scheduler.add(prompt_token_ids, params, seed)
+        limits = self.scheduler.limits
+        request.sampling_state = make_state(
+            params, request.prompt_token_ids, limits.eos_token_ids, limits.vocab_size
+        )
         request.times["arrival"] = time.perf_counter()
         return request
 
@@ -56,8 +61,12 @@ class Engine:
         for rows in batch.rows:
             rows.request.times.setdefault("start", now)
         logits = self.runner.run(batch)
-        token_ids, errors = self._sample(batch, logits)
-        updated = self.scheduler.commit(batch, token_ids, errors)
+        result = self._sample(batch, logits)
+        errors = [None if code == sampler.OK else sampler.STATUS_NAMES[int(code)] for code in result.status]
+        updated = self.scheduler.commit(batch, result.token_ids.tolist(), errors)
+        for request, logprobs in zip(updated, result.logprobs, strict=bool(result.logprobs)):
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
         self._record(batch, updated, num_tokens=errors.count(None))
         return updated
 
@@ -69,16 +78,18 @@ class Engine:
         """Ends every request, whatever an exception interrupted."""
         self.scheduler.abort_all()
 
-    def _sample(self, batch: Batch, logits: Tensor) -> tuple[list[int], list[str | None]]:
+    def _sample(self, batch: Batch, logits: Tensor) -> sampler.Sampled:
         requests = batch.sampled_requests
-        result = sampler.sample(
+        for request in requests:
+            if request.sampling_state is not None:
+                request.sampling_state.advance(request.output_token_ids)
+        return sampler.sample(
             logits,
             [request.params for request in requests],
             [request.num_tokens for request in requests],
             [request.seed for request in requests],
+            [request.sampling_state for request in requests],
         )
-        errors = [None if code == sampler.OK else sampler.STATUS_NAMES[int(code)] for code in result.status]
-        return result.token_ids.tolist(), errors
 
     def _record(self, batch: Batch, updated: Sequence[Request], num_tokens: int) -> None:
         now = time.perf_counter()

@@ -115,6 +115,7 @@ class LLM:
         params = parse_params(sampling_params, len(parsed))
         token_ids = []
         with self._lock:
+            params = [self._with_words_as_ids(own) for own in params]
             for index, (prompt, own) in enumerate(zip(parsed, params, strict=True)):
                 with _naming_prompt(index, len(parsed)):
                     token_ids.append(self._encode(prompt))
@@ -148,6 +149,18 @@ class LLM:
             )
         return self._loaded.tokenizer.encode(prompt.text, self.limits.max_model_len)
 
+    def _with_words_as_ids(self, params: SamplingParams) -> SamplingParams:
+        """Parameters whose `bad_words` are token ids; without a tokenizer the engine refuses text."""
+        tokenizer = self._loaded.tokenizer
+        if tokenizer is None or not any(isinstance(word, str) for word in params.bad_words):
+            return params
+        words = [
+            ids
+            for word in params.bad_words
+            for ids in (tokenizer.encode_word(word) if isinstance(word, str) else [word])
+        ]
+        return dataclasses.replace(params, bad_words=tuple(words))
+
     def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
         token_ids = tuple(request.output_token_ids)
         text = None
@@ -155,6 +168,14 @@ class LLM:
             visible = token_ids[:-1] if request.finish_reason == STOP else token_ids
             text = self._loaded.tokenizer.decode(visible)
         completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)
+        if request.params.logprobs is not None:
+            of_tokens = zip(token_ids, request.logprobs, strict=True)
+            completion = dataclasses.replace(
+                completion,
+                logprobs=tuple(request.logprobs),
+                logprobs_mode=request.params.logprobs_mode,
+                cumulative_logprob=sum((entry[token].logprob for token, entry in of_tokens), 0.0),
+            )
         return RequestOutput(
             request_id=str(request.request_id),
             prompt=prompt.text,

@@ -4,6 +4,17 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token at one place; always a finite number."""
+
+    logprob: float
+    rank: int  # 1 is the largest logit; among equal ones the lower id comes first
+
+
+Logprobs = dict[int, Logprob]  # token id -> of one generated token: the token itself, then the best
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated continuation."""
 
@@ -12,6 +23,9 @@ class CompletionOutput:
     token_ids: tuple[int, ...]  # every generated token, the one that stopped it included
     finish_reason: str | None  # "stop", "length", "error", "abort"; None while it runs
     stop_reason: int | str | None = None  # the id from stop_token_ids, or the kind of error
+    logprobs: tuple[Logprobs, ...] | None = None  # one per token id; None unless asked for
+    logprobs_mode: str | None = None  # "processed" or "raw"; None without logprobs
+    cumulative_logprob: float | None = None  # sum over the generated tokens; None without logprobs
 
 
 @dataclass(frozen=True, slots=True)

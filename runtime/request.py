@@ -10,7 +10,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.sampling_params import SamplingParams
+from deepinfer.runtime.sampling_state import SamplingState
 
 
 class RequestStatus(enum.Enum):
@@ -31,6 +33,8 @@ class Request:
     seed: int  # the seed of the parameters, or the one drawn at admission
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)  # one per output token, if asked for
+    sampling_state: SamplingState | None = None  # None: the parameters look at no token
     num_computed_tokens: int = 0
     block_table: tuple[int, ...] = ()  # replaced, never changed in place: the runner compares identity
     slot_id: int = 0  # 0: none

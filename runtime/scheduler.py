@@ -75,10 +75,14 @@ class Scheduler:
                 where="max_tokens",
                 action="shorten the prompt, lower max_tokens, or build with more cache blocks",
             )
-        if params.stop_token_ids and params.stop_token_ids[-1] >= limits.vocab_size:
+        for name, largest in params.largest_token_ids():
+            if largest >= limits.vocab_size:
+                raise RequestError(
+                    f"id {largest} is outside the vocabulary of {limits.vocab_size}", where=name
+                )
+        if any(isinstance(word, str) for word in params.bad_words):
             raise RequestError(
-                f"id {params.stop_token_ids[-1]} is outside the vocabulary of {limits.vocab_size}",
-                where="stop_token_ids",
+                "text without a tokenizer", where="bad_words", action="give lists of token ids"
             )
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:

@@ -49,6 +49,23 @@ class Tokenizer:
             raise RequestError("the tokenizer finds no token in the prompt", where="prompt")
         return ids
 
+    def encode_word(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids that write `word` at the start of a text and, if that is another token, after a space.
+
+        Without special tokens. Raises RequestError, naming `bad_words`.
+        """
+        forms = []
+        for text in (word.lstrip(), " " + word.lstrip()):
+            try:
+                forms.append(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids))
+            except Exception as error:  # the library raises a bare Exception
+                raise RequestError(f"the tokenizer cannot encode it: {error}", where="bad_words") from error
+        start, inside = forms
+        if not start:
+            raise RequestError(f"the tokenizer finds no token in {word!r}", where="bad_words")
+        # A space that is a token of its own gives a longer form, which the shorter one covers.
+        return [start, inside] if len(inside) == len(start) and inside[0] != start[0] else [start]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens; ids the tokenizer does not know give nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

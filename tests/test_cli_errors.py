@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from deepinfer.errors import (
     SettingsError,
     UsageError,
 )
+from deepinfer.runtime.sampling_params import SamplingParams
 
 Stub = Callable[[str, str, object], None]
 
@@ -305,15 +307,30 @@ def test_diff_ends_with_its_verdict_and_writes_both_reports(
 class StubLLM:
     """Echoes every prompt; ids from 512 on are refused, as a vocabulary of 512 would."""
 
+    params: object = None  # of the last call
+
     def __init__(self, artifact: Path, *, num_threads: int | None, max_num_seqs: int | None) -> None:
         self.finish_reason = "length" if num_threads != 3 else "error"
 
-    def generate(self, prompts: list, params: object, use_tqdm: bool) -> list:
+    def generate(self, prompts: list, params: Any, use_tqdm: bool) -> list:
         ids = [[7] if isinstance(prompt, str) else prompt for prompt in prompts]
         if any(token >= 512 for prompt in ids for token in prompt):
             raise RequestError("token id 512 is not below 512", where="prompt")
         text = None if isinstance(prompts[0], list) else "héllo"
-        completion = SimpleNamespace(token_ids=(1, 2), text=text, finish_reason=self.finish_reason)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = (
+                {1: SimpleNamespace(logprob=-0.5, rank=2)},
+                {2: SimpleNamespace(logprob=-0.25, rank=1)},
+            )
+        completion = SimpleNamespace(
+            token_ids=(1, 2),
+            text=text,
+            finish_reason=self.finish_reason,
+            logprobs=logprobs,
+            logprobs_mode="processed",
+        )
+        StubLLM.params = params
         timing = {"total": 0.5}
         return [
             SimpleNamespace(prompt_token_ids=tuple(p), outputs=(completion,), timing_seconds=timing)
@@ -343,6 +360,33 @@ def test_generate_prints_one_object_per_request(
     assert printed.err == "4 tokens for 2 requests\n"
 
 
+def test_sampling_flags_reach_the_parameters_and_logprobs_are_printed(
+    tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub("deepinfer.runtime.llm", "LLM", StubLLM)
+    flags = "--top-k=5 --top-p=0.5 --min-p=0.25 --min-tokens=3 --logprobs=1 --presence-penalty=0.5 \
+--frequency-penalty=-1 --repetition-penalty=2 --json -q"
+    given = ["generate", str(tmp_path), "--prompt-token-ids", "1", *flags.split()]
+    assert main_command.main(given) == 0
+    assert StubLLM.params == SamplingParams(
+        temperature=0,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.25,
+        min_tokens=3,
+        logprobs=1,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=2,
+    )
+    line = json.loads(capsys.readouterr().out)
+    assert line["logprobs_mode"] == "processed"
+    assert line["logprobs"] == [
+        [{"token_id": 1, "logprob": -0.5, "rank": 2}],
+        [{"token_id": 2, "logprob": -0.25, "rank": 1}],
+    ]
+
+
 def test_generate_prints_text_or_ids_for_people(
     tmp_path: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,6 +409,14 @@ def test_generate_refuses_what_the_model_or_the_sampler_cannot_take(
         ("--temperature", "nan"),
         ("--temperature", "-1"),
         ("--seed", "-1"),
+        ("--top-k", "-2"),
+        ("--top-p", "0"),
+        ("--min-p", "1.5"),
+        ("--min-tokens", "17"),
+        ("--logprobs", "21"),
+        ("--presence-penalty", "3"),
+        ("--frequency-penalty", "-3"),
+        ("--repetition-penalty", "0"),
     ):
         assert main_command.main([*given, f"{flag}={value}"]) == 2
         assert "[DI120]" in _one_line(capsys.readouterr().err)

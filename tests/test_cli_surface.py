@@ -16,6 +16,7 @@ COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-token
 --max-num-seqs --jobs --config --plan --dump --force --json -q --quiet --version"
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \
+--top-k --top-p --min-p --min-tokens --logprobs --presence-penalty --frequency-penalty --repetition-penalty \
 --num-threads --config --json -q --quiet --version"
 INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
 TRUST = "OUT -h --help --json -q --quiet --version"

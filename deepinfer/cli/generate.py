@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from deepinfer.cli.common import StrictParser, add_output_flags, integer_list, to_json
 from deepinfer.cli.prompts import Prompt, check_prompt, read_prompts
@@ -15,6 +15,18 @@ from deepinfer.settings import UNSET, load_settings
 
 if TYPE_CHECKING:
     from deepinfer.runtime.outputs import RequestOutput
+
+
+_SAMPLING_FLAGS: Final = (
+    ("top-k", int, 0, "keep what reaches the N-th largest logit (0: all)"),
+    ("top-p", float, 1.0, "keep the most probable tokens of mass X (1: all)"),
+    ("min-p", float, 0.0, "keep what is X times as probable as the best (0: all)"),
+    ("min-tokens", int, 0, "no end token before N tokens (0)"),
+    ("logprobs", int, None, "with --json: log-probabilities of each token and the N best"),
+    ("presence-penalty", float, 0.0, "taken once from logits of generated tokens (0)"),
+    ("frequency-penalty", float, 0.0, "taken per occurrence from logits of generated tokens (0)"),
+    ("repetition-penalty", float, 1.0, "divides logits of tokens in prompt and output (1)"),
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
@@ -32,11 +44,19 @@ def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=16, help="most tokens to add (16)")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    _add_sampling_flags(parser)
     parser.add_argument(
         "--num-threads", metavar="N", type=int, default=UNSET, help="threads (physical cores)"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in YAML; flags win over it")
     add_output_flags(parser, "print one JSON object per request")
+
+
+def _add_sampling_flags(parser: StrictParser) -> None:
+    """Parameters of sampling that most calls leave alone."""
+    for name, kind, default, text in _SAMPLING_FLAGS:
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,8 +67,12 @@ def run(options: argparse.Namespace) -> int:
         from deepinfer.runtime.llm import LLM
         from deepinfer.runtime.sampling_params import SamplingParams
 
+        names = [name.replace("-", "_") for name, *_ in _SAMPLING_FLAGS]
         params = SamplingParams(
-            max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            **{name: getattr(options, name) for name in names},
         )
         llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
     outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
@@ -90,7 +114,7 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
 def _as_dict(index: int, output: "RequestOutput") -> dict[str, object]:
     completion = output.outputs[0]
-    return {
+    described: dict[str, object] = {
         "index": index,
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(completion.token_ids),
@@ -98,6 +122,13 @@ def _as_dict(index: int, output: "RequestOutput") -> dict[str, object]:
         "finish_reason": completion.finish_reason,
         "timing_seconds": output.timing_seconds,
     }
+    if completion.logprobs is not None:
+        described["logprobs_mode"] = completion.logprobs_mode
+        described["logprobs"] = [
+            [{"token_id": token, "logprob": of.logprob, "rank": of.rank} for token, of in entry.items()]
+            for entry in completion.logprobs
+        ]
+    return described
 
 
 def _as_text(index: int, output: "RequestOutput", total: int) -> str:

@@ -1,12 +1,13 @@
 """`LLM.generate` over fake graphs: forms of prompts, order of results, text, refusal, recovery."""
 
+import math
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from fake_artifact import OpenedFakes, write_artifact
-from fake_graphs import expected_tokens
+from fake_graphs import EOS, expected_tokens
 
 from deepinfer.artifacts import TrustStore
 from deepinfer.errors import RequestError, UsageError
@@ -187,3 +188,44 @@ def test_impossible_number_of_requests_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match="max_num_seqs"):
         load(tmp_path, monkeypatch, **options)
+
+
+def test_output_holds_logprobs_and_their_sum(llm: LLM) -> None:
+    """SPN-16, ROW-11."""
+    params = [
+        SamplingParams(max_tokens=5, seed=2, temperature=0.5, ignore_eos=True, logprobs=3, logprobs_mode=mode)
+        for mode in ("processed", "raw")
+    ]
+    processed, raw = [output.outputs[0] for output in llm.generate([[3, 4]] * 2, params)]
+    assert processed.token_ids == raw.token_ids and processed.logprobs != raw.logprobs
+    for completion, mode in ((processed, "processed"), (raw, "raw")):
+        assert completion.logprobs is not None and completion.logprobs_mode == mode
+        own = [
+            entry[token].logprob
+            for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        assert completion.cumulative_logprob == sum(own)
+        assert all(math.isfinite(value) and value <= 0 for value in own)
+        assert all({1, 2, 3} <= {one.rank for one in entry.values()} for entry in completion.logprobs)
+    (plain,) = llm.generate([[3, 4]], SamplingParams(max_tokens=5, seed=2, temperature=0.5, ignore_eos=True))
+    assert plain.outputs[0].token_ids == processed.token_ids
+    assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_bad_words_as_text_are_those_of_the_tokenizer(llm: LLM) -> None:
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    tokens = expected_tokens([3, 4, 5], SamplingParams(**options), 0)
+    word = next(token for token in tokens if token != EOS)
+    as_text, as_ids = llm.generate(
+        [[3, 4, 5]] * 2,
+        [SamplingParams(bad_words=[f"w{word}"], **options), SamplingParams(bad_words=[[word]], **options)],
+    )
+    assert as_text.outputs[0].token_ids == as_ids.outputs[0].token_ids
+    assert word not in as_text.outputs[0].token_ids
+
+
+def test_bad_words_as_text_need_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(tmp_path, monkeypatch, tokenizer=None)
+    with pytest.raises(RequestError) as caught:
+        llm.generate([[3]], SamplingParams(bad_words=["w7"]))
+    assert caught.value.where == "bad_words"

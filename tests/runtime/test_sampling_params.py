@@ -1,5 +1,6 @@
 """Sampling parameters: ranges, and refusal by name."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -13,6 +14,16 @@ def test_defaults_are_those_users_know() -> None:
     params = SamplingParams()
     assert (params.max_tokens, params.temperature, params.seed) == (16, 1.0, None)
     assert params.ignore_eos is False and params.stop_token_ids == ()
+    assert (params.top_k, params.top_p, params.min_p, params.min_tokens) == (0, 1.0, 0.0, 0)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    assert penalties == (1.0, 0.0, 0.0)
+    assert (params.logit_bias, params.allowed_token_ids, params.bad_words, params.logprobs) == (
+        (),
+        None,
+        (),
+        None,
+    )
+    assert params.plain
 
 
 @pytest.mark.parametrize(
@@ -41,6 +52,53 @@ def test_defaults_are_those_users_know() -> None:
         {"stop_token_ids": 12},
         {"stop_token_ids": [1.0]},
         {"stop_token_ids": [None]},
+        {"min_tokens": -1},
+        {"min_tokens": 17},
+        {"min_tokens": 1.5},
+        {"top_k": -2},
+        {"top_k": 2**31},
+        {"top_k": 1.0},
+        {"top_k": True},
+        {"top_k": None},
+        {"top_p": 0},
+        {"top_p": 1.0000001},
+        {"top_p": -0.5},
+        {"top_p": float("nan")},
+        {"top_p": "0.9"},
+        {"top_p": None},
+        {"min_p": -1e-9},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": -1},
+        {"repetition_penalty": 1e-7},
+        {"repetition_penalty": float("inf")},
+        {"presence_penalty": 2.01},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": -2.01},
+        {"frequency_penalty": True},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {"3": 1.0}},
+        {"logit_bias": {3: 100.5}},
+        {"logit_bias": {3: float("-inf")}},
+        {"logit_bias": {3: None}},
+        {"logit_bias": [3]},
+        {"logit_bias": 3},
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [-1]},
+        {"allowed_token_ids": "12"},
+        {"bad_words": "word"},
+        {"bad_words": 3},
+        {"bad_words": [3]},
+        {"bad_words": [[]]},
+        {"bad_words": [[1], [1.5]]},
+        {"bad_words": ["  "]},
+        {"bad_words": [""]},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"logprobs": True},
+        {"logprobs_mode": "raw_logprobs"},
+        {"logprobs_mode": None},
     ],
 )
 def test_value_out_of_range_is_refused_and_named(bad: dict) -> None:
@@ -49,7 +107,9 @@ def test_value_out_of_range_is_refused_and_named(bad: dict) -> None:
     assert caught.value.where == next(iter(bad))
 
 
-@pytest.mark.parametrize("name", ["top_p", "n", "logit_bias", "max_token", "guided_json"])
+@pytest.mark.parametrize(
+    "name", ["n", "prompt_logprobs", "stop", "best_of", "max_token", "plain", "guided_json"]
+)
 def test_unsupported_parameter_is_refused_by_name(name: str) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: 1})
@@ -80,3 +140,38 @@ def test_copy_with_changes_is_validated_too() -> None:
     assert dataclasses.replace(SamplingParams(seed=4), max_tokens=2).seed == 4
     with pytest.raises(RequestError):
         dataclasses.replace(SamplingParams(), max_tokens=0)
+    full = SamplingParams(
+        logit_bias={4: 1, 2: -1}, bad_words=["a", [3, 4]], allowed_token_ids=[5, 2], top_k=-1
+    )
+    assert dataclasses.replace(full) == full == copy.deepcopy(full) and hash(full) == hash(copy.copy(full))
+    assert full.logit_bias == ((2, -1.0), (4, 1.0)) and full.bad_words == ("a", (3, 4))
+    assert full.allowed_token_ids == (2, 5) and full.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": -0.0}, True),
+        ({"logit_bias": {}, "bad_words": [], "min_tokens": 0, "stop_token_ids": [4], "seed": 3}, True),
+        ({"top_k": 1}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"min_tokens": 1}, False),
+        ({"logprobs": 0}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"logit_bias": {3: 0}}, False),
+        ({"allowed_token_ids": [3]}, False),
+        ({"bad_words": [[3]]}, False),
+    ],
+)
+def test_plain_means_that_only_the_temperature_decides(options: dict, plain: bool) -> None:
+    assert SamplingParams(**options).plain is plain
+
+
+def test_message_names_field_value_and_range() -> None:
+    with pytest.raises(RequestError, match=r"top_p.*1\.5.*above 0, at most 1"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(RequestError, match=r"min_tokens.*9.*0 to 8"):
+        SamplingParams(max_tokens=8, min_tokens=9)
