@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepinfer.errors import CaptureError
+from deepinfer.errors import CaptureError, UsageError
 
 NAMESPACE = "deepinfer"
 
@@ -60,6 +62,21 @@ class Op:
     def native(self, *args: Any) -> Any:
         """Call the registered operation. Raises CaptureError if the op library is not loaded."""
         return self.overload()(*args)
+
+    def triton(self, *args: Any) -> Any:
+        """Run the Triton kernels: CUDA tensors, or CPU tensors under TRITON_INTERPRET=1.
+
+        Raises UsageError where triton is not installed or the operation has no kernel.
+        """
+        module = f"{__package__}.triton.{self.name}"
+        if importlib.util.find_spec("triton") is None:
+            raise UsageError(
+                "Triton is not installed", where=f"{self.name}: triton", action="pip install 'deepinfer[gpu]'"
+            )
+        if importlib.util.find_spec(module) is None:
+            raise UsageError("the operation has no Triton kernel", where=f"{self.name}: triton")
+        # by name, so that triton is loaded by those alone who call it
+        return getattr(importlib.import_module(module), self.name)(*args)
 
     def overload(self) -> torch._ops.OpOverload:
         """`torch.ops.deepinfer.<name>.default`. Raises CaptureError if the op library is not loaded."""
