@@ -8,7 +8,7 @@ from deepinfer.kernels.ring_write import ring_write_fake
 from deepinfer.kernels.triton.launch import launch, power_of_two
 
 
-@triton.jit(do_not_specialize_on_alignment=["ring"])
+@triton.jit
 def _ring_write_kernel(
     ring,
     values,

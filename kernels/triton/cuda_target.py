@@ -1,0 +1,183 @@
+"""Machine code of the Triton kernels for a graphics card that need not be there.
+
+`op_launches` finds the kernels that one call of an operation starts, `compile_launch` compiles one of them:
+Triton's compiler and the assembler in its package need no device and no driver. Owns the names of targets
+and the reading of resources from machine code. Knows nothing about single operations.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deepinfer.errors import LoweringError, UsageError
+from deepinfer.kernels.signature import CallSignature, TensorLayout
+from deepinfer.kernels.triton.launch import Launch, recorded_launches
+
+TARGETS = {"sm_90": 90, "sm_100": 100}  # name -> compute capability as Triton writes it
+_WARP_SIZE = 32
+_ALIGNMENT = 16  # bytes; tensors and cache regions that machine code is given must start at a multiple
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program takes: registers per thread, bytes of shared memory, spilled bytes per thread."""
+
+    threads: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A compiled kernel with the texts it went through and the resources it takes."""
+
+    kernel: str
+    target: str
+    cubin: bytes
+    ptx: str
+    ttgir: str
+    ttir: str
+    resources: Resources
+
+
+def op_launches(call: CallSignature) -> list[Launch]:
+    """Return what `call.op.triton` would start for a call of this form, in order; nothing runs.
+
+    Raises UsageError where triton is missing or the operation has no kernel.
+    """
+    arguments = [_without_values(argument) for argument in call.args]
+    with recorded_launches() as launches:
+        call.op.triton(*arguments)
+    return launches
+
+
+def compile_launch(launch: Launch, target: str) -> MachineCode:
+    """Compile one kernel for `target`, a name of TARGETS.
+
+    Raises UsageError for an unknown target or an interpreted process, LoweringError if the compiler fails.
+    """
+    if target not in TARGETS:
+        known = ", ".join(TARGETS)
+        raise UsageError(f"unknown target {target!r}", where="target", action=f"choose one of {known}")
+    if triton.knobs.runtime.interpret:
+        raise UsageError(
+            "kernels of this process are interpreted",
+            where=launch.name,
+            action="compile in a process without TRITON_INTERPRET",
+        )
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    try:
+        with triton.knobs.compilation.scope():
+            # the line table holds file times; without it equal sources give equal bytes
+            triton.knobs.compilation.disable_line_info = True
+            gpu = GPUTarget("cuda", TARGETS[target], _WARP_SIZE)
+            compiled = triton.compile(_source(launch), target=gpu, options=options)
+    except (RuntimeError, ValueError, triton.TritonError, subprocess.SubprocessError) as error:
+        raise LoweringError(
+            f"the compiler failed: {error}", where=f"{launch.name} for {target}", action="report it with the config"
+        ) from error
+    texts = compiled.asm
+    registers, spilled = _resource_usage(texts["cubin"], launch.name)
+    resources = Resources(launch.warps * _WARP_SIZE, registers, int(compiled.metadata.shared), spilled)
+    return MachineCode(
+        launch.name, target, texts["cubin"], texts["ptx"], texts["ttgir"], texts["ttir"], resources
+    )
+
+
+def compile_calls(calls: Iterable[CallSignature], target: str) -> dict[str, list[MachineCode]]:
+    """Compile every kernel that `calls` start, each distinct one once; by operation, in order."""
+    found: dict[str, list[MachineCode]] = {}
+    seen = set()
+    for call in calls:
+        for launch in op_launches(call):
+            key = (launch.name, tuple(_signature(launch).items()), repr(launch.constants), launch.warps)
+            if key not in seen:
+                seen.add(key)
+                found.setdefault(call.op.name, []).append(compile_launch(launch, target))
+    return found
+
+
+def resource_table(codes: Iterable[MachineCode]) -> str:
+    """Return a Markdown table: one line per kernel."""
+    lines = [
+        "| kernel | target | threads | registers | shared bytes | spilled bytes |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for code in codes:
+        used = code.resources
+        lines.append(
+            f"| {code.kernel} | {code.target} | {used.threads} | {used.registers} | {used.shared_bytes} "
+            f"| {used.spill_bytes} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _without_values(argument: object) -> object:
+    if isinstance(argument, TensorLayout):
+        return torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device="meta")
+    return argument
+
+
+def _source(launch: Launch) -> ASTSource:
+    signature = _signature(launch)
+    attributes = {
+        (index,): [["tt.divisibility", _ALIGNMENT]]
+        for index, parameter in enumerate(launch.kernel.params)
+        if signature[parameter.name].startswith("*")
+    }
+    return ASTSource(launch.kernel, signature, launch.constants, attributes)
+
+
+def _signature(launch: Launch) -> dict[str, str]:
+    """Type of every parameter by name, as Triton's compiler reads it."""
+    names = [parameter.name for parameter in launch.kernel.params]
+    given = dict(zip(names, launch.arguments, strict=False))
+    assert given.keys() | launch.constants.keys() == set(names), (launch.name, names)
+    return {name: _type_of(given[name]) if name in given else "constexpr" for name in names}
+
+
+def _type_of(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return f"*{_TYPES[argument.dtype]}"
+    if isinstance(argument, float):
+        return "fp32"
+    assert isinstance(argument, int) and not isinstance(argument, bool), argument
+    return "i32" if -(2**31) <= argument < 2**31 else "i64"
+
+
+def _resource_usage(cubin: bytes, name: str) -> tuple[int, int]:
+    """Registers and stack bytes per thread; kernels have no local arrays, so their stack holds spills alone."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "-res-usage", str(path)], capture_output=True, text=True, check=False)
+    found = _USAGE.search(done.stdout)
+    if found is None:
+        raise LoweringError(
+            f"cuobjdump gave no resources: {(done.stderr or done.stdout).strip()[:200]}", where=name
+        )
+    registers, stack, _, local = (int(number) for number in found.groups())
+    return registers, stack + local
