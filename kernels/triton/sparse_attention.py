@@ -1,6 +1,6 @@
-"""Attention over window and picks: one program per row and 64 heads; see `kernels/sparse_attention.py`.
+"""Attention over window and picks: one program per row and 32 heads; see `kernels/sparse_attention.py`.
 
-Keys come in tiles of 32 columns of a row's own list, so the order of sums does not depend on where a key is
+Keys come in tiles of 16 columns of a row's own list, so the order of sums does not depend on where a key is
 stored: one step, chunks and decode agree to the bit. Probabilities stay float32: against bf16 keys they are
 split into three bf16 parts, whose products are exact.
 """
@@ -22,8 +22,8 @@ from deepinfer.kernels.triton.numbers import (
     to_float32,
 )
 
-_KEYS = 32
-_MAX_HEADS = 64
+_KEYS = 16
+_MAX_HEADS = 32  # of a program; more would not fit its registers at a width of 512
 
 
 @triton.jit
@@ -203,19 +203,15 @@ def _sparse_attention_kernel(
             record, ring, row, position, start, slot, offset,
             WINDOW, LENGTH, SLOT_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
         )  # fmt: skip
-        count = tl.sum(visible.to(tl.int32), axis=0)
-        if count > 0:
-            top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
-        seen += count
+        top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
+        seen += tl.sum(visible.to(tl.int32), axis=0)
     for offset in range(0, PICKS, BLOCK_N):
         keys, visible = _picked_keys(
             compressed, picks, block_table + line * TABLE, row, position, offset,
             PICKS, ENTRIES, BLOCK_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
         )  # fmt: skip
-        count = tl.sum(visible.to(tl.int32), axis=0)
-        if count > 0:
-            top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
-        seen += count
+        top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
+        seen += tl.sum(visible.to(tl.int32), axis=0)
     head = first + tl.arange(0, BLOCK_H)
     real = head < HEADS
     total += tl.exp(tl.load(sink + head, mask=real, other=0.0) - top)
