@@ -70,19 +70,49 @@ def _pool_norm_kernel(
         top = tl.full((BLOCK,), float("-inf"), tl.float32)
         for step in range(RATIO):
             _, gate = _member(
-                parked, slot, row, position, start, RATIO - 1 - step, closes, LENGTH, ENTRY_STRIDE, SIZE, BLOCK
+                parked,
+                slot,
+                row,
+                position,
+                start,
+                RATIO - 1 - step,
+                closes,
+                LENGTH,
+                ENTRY_STRIDE,
+                SIZE,
+                BLOCK,
             )
             top = tl.maximum(top, gate)
         total = tl.zeros((BLOCK,), tl.float32)
         for step in range(RATIO):
             _, gate = _member(
-                parked, slot, row, position, start, RATIO - 1 - step, closes, LENGTH, ENTRY_STRIDE, SIZE, BLOCK
+                parked,
+                slot,
+                row,
+                position,
+                start,
+                RATIO - 1 - step,
+                closes,
+                LENGTH,
+                ENTRY_STRIDE,
+                SIZE,
+                BLOCK,
             )
             total += tl.exp(gate - top)
         pooled = tl.zeros((BLOCK,), tl.float32)
         for step in range(RATIO):
             value, gate = _member(
-                parked, slot, row, position, start, RATIO - 1 - step, closes, LENGTH, ENTRY_STRIDE, SIZE, BLOCK
+                parked,
+                slot,
+                row,
+                position,
+                start,
+                RATIO - 1 - step,
+                closes,
+                LENGTH,
+                ENTRY_STRIDE,
+                SIZE,
+                BLOCK,
             )
             pooled += value * tl.div_rn(tl.exp(gate - top), total)
         pooled = tl.where(inside, rounded(pooled, latent.dtype.element_ty), 0.0)
@@ -109,7 +139,7 @@ def compress(
     ratio: int,
     quantize: bool,
 ) -> torch.Tensor:
-    """x [T, D], wkv and wgate [d, D]; writes to open_group and region as in the definition -> latent [T, d]."""
+    """x [T, D], wkv and wgate [d, D] -> latent [T, d]; writes to open_group and region as defined."""
     paged = (positions, request_index, block_table)
     requests = (slot_ids, num_computed_tokens, row_counts)
     latent = compress_fake(

@@ -96,7 +96,9 @@ def compile_launch(launch: Launch, target: str) -> MachineCode:
             compiled = triton.compile(_source(launch), target=gpu, options=options)
     except (RuntimeError, ValueError, triton.TritonError, subprocess.SubprocessError) as error:
         raise LoweringError(
-            f"the compiler failed: {error}", where=f"{launch.name} for {target}", action="report it with the config"
+            f"the compiler failed: {error}",
+            where=f"{launch.name} for {target}",
+            action="report it with the config",
         ) from error
     texts = compiled.asm
     registers, spilled = _resource_usage(texts["cubin"], launch.name)
@@ -168,7 +170,7 @@ def _type_of(argument: Any) -> str:
 
 
 def _resource_usage(cubin: bytes, name: str) -> tuple[int, int]:
-    """Registers and stack bytes per thread; kernels have no local arrays, so their stack holds spills alone."""
+    """Registers and spilled bytes per thread: kernels have no local arrays, their stack holds spills."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

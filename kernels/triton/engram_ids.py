@@ -74,7 +74,7 @@ def engram_ids(
     slot_ids: torch.Tensor,
     num_computed_tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """token_ids, positions, request_index [T]; history [slots, L, 1]; tables as defined -> ids [T, columns]."""
+    """token_ids, positions, request_index [T]; history [slots, L, 1]; tables -> ids [T, columns]."""
     tables = (token_map, multipliers, primes, offsets)
     rows = (positions, request_index, slot_ids, num_computed_tokens)
     ids = engram_ids_fake(token_ids, history, *tables, pad_token_id, *rows)

@@ -63,7 +63,7 @@ def write_entries(
     ratio: int,
     group: int,
 ) -> None:
-    """Rotate and write `x [T, d]` of the rows that close a group; FP4 with `group` values a scale, 0: float32."""
+    """Rotate and write `x [T, d]` of rows that close a group; FP4, `group` values a scale, or 0: float32."""
     rows, size = x.shape
     launch(
         _write_entry_kernel,

@@ -70,7 +70,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """x [rows, K], weight [N, K], both bf16 | fp32 -> y [rows, N]; a packed weight is unpacked at each call."""
+    """x [rows, K], weight [N, K], bf16 | fp32 -> y [rows, N]; a packed weight is unpacked at each call."""
     y = linear_fake(x, weight, out_dtype)
     project(x, unpack_linear(weight), y)
     return y

@@ -1,4 +1,4 @@
-"""Expert linear layer: pairs of row and expert, sorted by expert, in tiles of 64; see `kernels/linear_fp4.py`.
+"""Expert linear layer: pairs of row and expert by expert, in tiles of 64; see `kernels/linear_fp4.py`.
 
 A tile holds pairs of one expert alone; where a pair stands in its tile changes none of its bits.
 """
@@ -102,7 +102,7 @@ def _linear_fp4_kernel(
 def project_fp4(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, tiles: ExpertTiles, y: torch.Tensor
 ) -> None:
-    """Write to `y [rows, P, N]` the products of `x [rows, 1 | P, K]`, taken as it is; pairs of nobody stay."""
+    """Write to `y [rows, P, N]` the products of `x [rows, 1 | P, K]`; pairs of nobody stay."""
     weight, scale = unpack_linear_fp4(weight, scale)
     experts, outputs, _ = weight.shape
     columns = 64 if x.dtype == torch.bfloat16 else 32

@@ -41,9 +41,7 @@ def activations(x: torch.Tensor, quantize: bool) -> torch.Tensor:
     y = torch.empty_like(x, dtype=torch.bfloat16)
     size = x.shape[-1]
     block = min(_COLUMNS, power_of_two(size, FP8_GROUP))
-    launch(
-        _through_fp8_kernel, (x.numel() // size, blocks(size, block)), *(x, y), SIZE=size, BLOCK=block
-    )
+    launch(_through_fp8_kernel, (x.numel() // size, blocks(size, block)), *(x, y), SIZE=size, BLOCK=block)
     return y
 
 
@@ -96,7 +94,7 @@ def _linear_fp8_kernel(
 
 
 def project_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> None:
-    """Write to `y [rows, G, N]` the products of `x [rows, G, K]`, taken as it is, with plain or packed weights."""
+    """Write to `y [rows, G, N]` the products of `x [rows, G, K]` with plain or packed weights."""
     rows, groups, inputs = x.shape
     rows_per_scale = FP8_GROUP
     if weight.dim() == 4:

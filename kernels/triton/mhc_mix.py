@@ -1,4 +1,4 @@
-"""Hyper-connection coefficients: products in 16 fixed splits, then one program per row; see `kernels/mhc_mix.py`."""
+"""Hyper-connection coefficients: products in 16 splits, then a program per row; see `kernels/mhc_mix.py`."""
 
 import torch
 import triton

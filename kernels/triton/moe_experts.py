@@ -1,4 +1,4 @@
-"""Routed experts: two expert linear layers, the activation between them, the sum; see `kernels/moe_experts.py`."""
+"""Routed experts: two expert linear layers, activation between, sum; see `kernels/moe_experts.py`."""
 
 import torch
 import triton
@@ -81,7 +81,7 @@ def moe_experts(
     swiglu_limit: float,
     quantize: bool,
 ) -> torch.Tensor:
-    """x [T, D], ids and weights [T, P], w13 [E, 2 I, D/2], w2 [E, D, I/2] and their scales -> y [T, D] fp32."""
+    """x [T, D], ids and weights [T, P], w13 [E, 2 I, D/2], w2 [E, D, I/2], scales -> y [T, D] fp32."""
     y = moe_experts_fake(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, swiglu_limit, quantize)
     rows, size = x.shape
     if not rows:

@@ -13,7 +13,7 @@ from deepinfer.kernels.triton.numbers import to_float32
 
 @triton.jit
 def store_fp4_record(record, values, valid, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Write float32 `values [BLOCK]`, of which SIZE count, to the record at an address, if valid.
+    """Write float32 `values [BLOCK]`, of which SIZE count, to a record, if valid.
 
     GROUP is 32 (scales are powers of two) or 16 (scales are E4M3).
     """

@@ -13,7 +13,7 @@ from deepinfer.kernels.triton.numbers import to_float32
 
 @triton.jit
 def store_fp8_record(record, values, valid, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write float32 `values [BLOCK]`, of which SIZE count, to the record at an address; zeros if not valid."""
+    """Write float32 `values [BLOCK]`, of which SIZE count, to a record; zeros if not valid."""
     codes, scale = quantize_groups(tl.reshape(values, (BLOCK // 32, 32)))
     column = tl.arange(0, BLOCK)
     group = tl.arange(0, BLOCK // 32)

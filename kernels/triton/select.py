@@ -28,11 +28,13 @@ def _select_kernel(values, chosen, COUNT: tl.constexpr, SIZE: tl.constexpr, BLOC
     need = COUNT
     edge = tl.zeros((), tl.uint32)
     for level in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * level
+        shift = 24 - 8 * level
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, SIZE, BLOCK):
             column = start + lane
-            key = _unsigned_key(tl.load(values + row * SIZE + column, mask=column < SIZE, other=0.0), column < SIZE)
+            key = _unsigned_key(
+                tl.load(values + row * SIZE + column, mask=column < SIZE, other=0.0), column < SIZE
+            )
             among = key > 0
             if level > 0:
                 among = among & ((key >> (shift + 8)) == edge)
@@ -49,7 +51,9 @@ def _select_kernel(values, chosen, COUNT: tl.constexpr, SIZE: tl.constexpr, BLOC
     ties = tl.zeros((), tl.int32)
     for start in range(0, SIZE, BLOCK):
         column = start + lane
-        key = _unsigned_key(tl.load(values + row * SIZE + column, mask=column < SIZE, other=0.0), column < SIZE)
+        key = _unsigned_key(
+            tl.load(values + row * SIZE + column, mask=column < SIZE, other=0.0), column < SIZE
+        )
         tie = ((key == edge) & (key > 0)).to(tl.int32)
         rank = ties + tl.cumsum(tie, axis=0)
         kept = (key > edge) | ((tie > 0) & (rank <= need))

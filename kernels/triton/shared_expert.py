@@ -1,4 +1,4 @@
-"""Shared expert: two FP8 linear layers, the activation between them, the sum; see `kernels/shared_expert.py`."""
+"""Shared expert: two FP8 linear layers, activation between, sum; see `kernels/shared_expert.py`."""
 
 import torch
 import triton
@@ -42,5 +42,7 @@ def shared_expert(
     hidden = clamped_swiglu(gate_and_up, None, swiglu_limit)
     shared = x.new_empty((rows, 1, size))
     project_fp8(activations(hidden, quantize), w2, w2_scale, shared)
-    launch(_add_routed_kernel, (rows, blocks(size, _COLUMNS)), *(routed, shared, y), SIZE=size, BLOCK=_COLUMNS)
+    launch(
+        _add_routed_kernel, (rows, blocks(size, _COLUMNS)), *(routed, shared, y), SIZE=size, BLOCK=_COLUMNS
+    )
     return y

@@ -1,4 +1,4 @@
-"""Attention over window and picks: one program per row and 32 heads; see `kernels/sparse_attention.py`.
+"""Attention over window and picks: one program per row and 64 heads; see `kernels/sparse_attention.py`.
 
 Keys come in tiles of 16 columns of a row's own list, so the order of sums does not depend on where a key is
 stored: one step, chunks and decode agree to the bit. Probabilities stay float32: against bf16 keys they are
@@ -23,7 +23,7 @@ from deepinfer.kernels.triton.numbers import (
 )
 
 _KEYS = 16
-_MAX_HEADS = 32  # of a program; more would not fit its registers at a width of 512
+_MAX_HEADS = 64  # of a program; with 16 keys at a time they fit its registers at a width of 512
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _picked_keys(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys [BLOCK_N, BLOCK] of picks from `offset` on, float32, and which are real; `table` a row of blocks."""
+    """Keys [BLOCK_N, BLOCK] of picks from `offset` on, float32, and which are real."""
     column = offset + tl.arange(0, BLOCK_N)
     listed = (column < PICKS) & (position >= 0)
     entry = tl.load(picks + row * PICKS + column, mask=listed, other=-1)
@@ -121,13 +121,12 @@ def _logits(query, keys, visible, scale):
 def _weigh(shares, keys, total):
     """total + shares keys, with float32 shares."""
     if keys.dtype == tl.bfloat16 and not INTERPRETED:
-        first = shares.to(tl.bfloat16)
-        rest = shares - first.to(tl.float32)
-        second = rest.to(tl.bfloat16)
-        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(third, keys, total)
-        total = tl.dot(second, keys, total)
-        return tl.dot(first, keys, total)
+        # a loop, not three calls in a row: those would keep three sets of sums in registers
+        for _ in tl.range(3, num_stages=1):
+            part = shares.to(tl.bfloat16)
+            total = tl.dot(part, keys, total)
+            shares = shares - part.to(tl.float32)
+        return total
     else:
         return tl.dot(shares, to_float32(keys), total, input_precision="ieee")
 
@@ -146,7 +145,9 @@ def _attend_tile(query, keys, visible, scale, top, total, output, EXACT16: tl.co
 
 
 @triton.jit
-def _load_query(query, row, first, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr):
+def _load_query(
+    query, row, first, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr
+):
     head = first + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK)
     place = (row * HEADS + head[:, None]) * SIZE + column[None, :]
@@ -316,7 +317,7 @@ def sparse_attention(
     quantize: bool,
     with_mass: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [T, H, d] and the caches as in the definition -> output like query, mass [T, window + k] or [T, 0]."""
+    """query [T, H, d], the caches as defined -> output like query, mass [T, window + k] or [T, 0]."""
     requests = (positions, request_index, block_table, slot_ids, num_computed_tokens)
     output, mass = sparse_attention_fake(
         query, record, ring, compressed, picks, sink, scale, window, *requests, quantize, with_mass

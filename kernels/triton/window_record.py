@@ -56,7 +56,7 @@ def window_record(
     positions: torch.Tensor,
     quantize: bool,
 ) -> torch.Tensor:
-    """kv [T, d], norm_weight [d], table [P, r], positions [T] -> record uint8 [T, d + d/32] or fp32 [T, d]."""
+    """kv [T, d], norm_weight [d], table [P, r], positions [T] -> uint8 [T, d + d/32] or fp32 [T, d]."""
     record = window_record_fake(kv, norm_weight, eps, table, positions, quantize)
     rows, size = kv.shape
     launch(

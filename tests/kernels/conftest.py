@@ -4,10 +4,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import routes
 import torch
 from safetensors.torch import load_file
 
 from deepinfer.kernels import native
+
+if routes.INTERPRETED:
+    pytest.importorskip("triton", reason="TRITON_INTERPRET=1 asks for Triton")
+    import interpreter
+
+    interpreter.patch_once_per_launch()
 
 
 @pytest.fixture(scope="session", autouse=True)

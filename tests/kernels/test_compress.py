@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import compress, dequantize_fp4, linear, quantize_fp4, rms_norm, rope
 from deepinfer.kernels.packing import pack_linear
 
-ROUTES = ("reference", "native")
 RING, ENTRIES, SLOTS = 7, 8, 4
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import engram_gate
 from deepinfer.kernels.engram_gate import memory_gate
 
-ROUTES = ("reference", "native")
 EPS = 1e-20
 
 

@@ -5,11 +5,11 @@ import resource
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import dequantize_fp8, engram_gather
 
-ROUTES = ("reference", "native")
 DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.graphs.engram_tables import multipliers
 from deepinfer.kernels import engram_ids
 
-ROUTES = ("reference", "native")
 RING = 9
 PRIMES = torch.tensor([101, 103, 107, 109, 113, 127])
 

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import index_key, linear, quantize_fp4, rms_norm, rope
 from deepinfer.kernels.packing import pack_linear
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4_reference
-
-ROUTES = ("reference", "native")
 
 
 def make(ratio, quantize, rows=30, seed=0):

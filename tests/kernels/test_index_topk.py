@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import index_topk
 from deepinfer.kernels.index_topk import entries_of_blocks
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4_reference, quantize_fp4_reference
 
-ROUTES = ("reference", "native")
 LOW, NAN = -math.inf, math.nan
 # few distinct values, so that ties are the rule
 SCORES = st.sampled_from([LOW, NAN, math.inf, -1.0, -0.0, 0.0, 0.5, 2.0])

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear
-
-ROUTES = ("reference", "native")
 
 
 def dot(x: np.ndarray, w: np.ndarray) -> np.float32:

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear_fp4
 from deepinfer.kernels.formats import dequantize_fp4_groups
-
-ROUTES = ("reference", "native")
 
 
 @pytest.mark.parametrize("route", ROUTES)

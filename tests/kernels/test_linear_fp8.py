@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear_fp8
 from deepinfer.kernels.formats import dequantize_fp8_groups, e4m3_to_float, e8m0_to_float, quantize_fp8_groups
 from deepinfer.kernels.linear_fp8 import dequantize_tiles
-
-ROUTES = ("reference", "native")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

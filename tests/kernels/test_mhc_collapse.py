@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import mhc_collapse, rms_norm
@@ -21,7 +22,6 @@ def collapse(residual: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     return ordered_sum(pre.unsqueeze(-1) * residual.float(), 1).to(residual.dtype)
 
 
-ROUTES = ("reference", "native")
 EPS = 1e-20
 
 

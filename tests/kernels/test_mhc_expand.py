@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import mhc_expand
@@ -19,9 +20,6 @@ def expand(y: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: to
     """The plain form."""
     mixed = ordered_sum(comb.unsqueeze(-1) * residual.float().unsqueeze(2), 1)
     return (post.unsqueeze(-1) * y.float().unsqueeze(1) + mixed).to(residual.dtype)
-
-
-ROUTES = ("reference", "native")
 
 
 def case(rows, streams, width, dtype, seed=0):

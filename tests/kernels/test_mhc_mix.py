@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import mhc_mix
 from deepinfer.kernels.mhc_mix import mhc_coefficients
 
-ROUTES = ("reference", "native")
 NAMES = ("pre", "post", "comb")
 f32 = np.float32
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear_fp4, moe_experts
@@ -17,9 +18,6 @@ def plain_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gate) * up
-
-
-ROUTES = ("reference", "native")
 
 
 def packed_inputs(rows: int, dtype: torch.dtype, seed: int) -> tuple:

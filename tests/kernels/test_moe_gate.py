@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear, moe_gate
@@ -26,7 +27,6 @@ def plain_route(logits, bias, config):
     return picks, weights * config.routed_scaling_factor
 
 
-ROUTES = ("reference", "native")
 NAN, INF = float("nan"), float("inf")
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.formats import e4m3_to_float, e8m0_to_float
 
-ROUTES = ("reference", "native")
 FORMATS = ("e8m0", "e4m3")
 GROUP = {"e8m0": 32, "e4m3": 16}
 ALL_BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import dequantize_fp8, quantize_fp8
 
-ROUTES = ("reference", "native")
 ALL_BF16 = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import ring_write
 
-ROUTES = ("reference", "native")
 STORED = [(torch.uint8, torch.uint8), (torch.float32, torch.float32), (torch.int32, torch.int32)]
 STORED.append((torch.int32, torch.int64))
 

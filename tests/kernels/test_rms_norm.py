@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import rms_norm
 
-ROUTES = ("reference", "native")
 EPS = 1e-20
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.graphs.rope import rope_table
@@ -19,9 +20,6 @@ def apply_rope(x: torch.Tensor, cos_sin: torch.Tensor, *, inverse: bool) -> torc
     u, v = tail.float()[..., 0::2], tail.float()[..., 1::2]
     turned = torch.stack((u * cos - v * sin, u * sin + v * cos), dim=-1).flatten(-2)
     return torch.cat((fixed, turned.to(x.dtype)), dim=-1)
-
-
-ROUTES = ("reference", "native")
 
 
 def run(route, *args):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import linear_fp8, shared_expert
@@ -15,9 +16,6 @@ def plain_swiglu(gate_and_up: torch.Tensor, limit: float) -> torch.Tensor:
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(gate) * up
-
-
-ROUTES = ("reference", "native")
 
 
 def packed_inputs(rows: int, dtype: torch.dtype, seed: int) -> tuple:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import ROUTES
 from torch import Tensor
 
 from deepinfer.errors import UsageError
@@ -16,7 +17,6 @@ from deepinfer.graphs.rows import StepInputs
 from deepinfer.kernels import quantize_fp4, quantize_fp8, ring_write, sparse_attention
 from deepinfer.kernels.sparse_attention import softmax_with_sink
 
-ROUTES = ("reference", "native")
 INF, NAN = float("inf"), float("nan")
 PRECISION = {torch.bfloat16: PRECISIONS["native"], torch.float32: PRECISIONS["float32"]}
 

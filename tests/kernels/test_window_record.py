@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import dequantize_fp8, quantize_fp8, rms_norm, rope, window_record
 
-ROUTES = ("reference", "native")
 INF, NAN = float("inf"), float("nan")
 
 
