@@ -214,7 +214,7 @@ def _draw_kernel(
             reach = tl.sum((key >= trial).to(tl.int64), axis=0)
             edge = tl.where(reach >= wanted_count, trial, edge)
         limited = drawn & (wanted_count > 0) & (wanted_count < tl.sum(kept.to(tl.int64), axis=0))
-        kept = kept & ((key >= edge) | (limited == 0))
+        kept = kept & (key >= tl.where(limited, edge, 0))
     exponential, mass, _ = _weigh(scaled, kept)
     reaches = kept
     if HAS_TOP_P:
@@ -226,10 +226,10 @@ def _draw_kernel(
             trial = edge + (tl.full((), 1, tl.int64) << (31 - step))
             reach = tl.sum(tl.where(kept & (mass >= trial), mass, 0), axis=0)
             edge = tl.where(reach >= wanted, trial, edge)
-        reaches = reaches & ((mass >= edge) | (share >= 1.0))
+        reaches = reaches & (mass >= tl.where(share >= 1.0, 0, edge))
     if HAS_MIN_P:
         reaches = reaches & (exponential >= tl.load(min_p + row).to(tl.float32))
-    kept = kept & (reaches | (drawn == 0))
+    kept = kept & (tl.where(drawn, reaches.to(tl.int32), 1) > 0)
     _, mass, log_sum = _weigh(scaled, kept)
     running = tl.cumsum(mass, axis=0)
     word = _random_word(tl.load(seeds + row), tl.load(positions + row), CASE)
