@@ -200,7 +200,9 @@ def _draw_kernel(
     top = tl.where(drawable, tl.load(largest + row), 0.0)
     temperature = tl.load(temperatures + row)
     drawn = temperature > 0
-    inverse = 1.0 / tl.where(drawn, tl.where(temperature > LEAST_TEMPERATURE, temperature, LEAST_TEMPERATURE), 1.0)
+    inverse = 1.0 / tl.where(
+        drawn, tl.where(temperature > LEAST_TEMPERATURE, temperature, LEAST_TEMPERATURE), 1.0
+    )
     factor = tl.maximum(inverse.to(tl.float32), 1.1754943508222875e-38)  # -inf times 0 is no number
     scaled = tl.where(kept, (value - top) * factor, float("-inf"))
     if HAS_TOP_K:

@@ -1,0 +1,174 @@
+"""Machine code without a device: every kernel at the released model's shapes, for both targets."""
+
+import functools
+
+import pytest
+import torch
+from model_dirs import release_config
+from routes import INTERPRETED
+
+from deepinfer.errors import LoweringError, UsageError
+from deepinfer.graphs.cache_layout import cache_layout
+from deepinfer.graphs.capture import GraphSpec, recorded_step
+from deepinfer.graphs.config import parse_config
+from deepinfer.graphs.records import PRECISIONS
+from deepinfer.graphs.store import store_specs
+from deepinfer.kernels import OPS, linear, rms_norm, sample, verify_drafts
+from deepinfer.kernels.sample import make_arguments
+from deepinfer.kernels.signature import CallSignature
+
+pytest.importorskip("triton")
+
+import triton
+
+from deepinfer.kernels.triton import cuda_target
+from deepinfer.kernels.triton.cuda_target import compile_launch, op_launches, resource_table
+
+compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
+CONTEXT = 65536
+# kernels whose threads spill, and why that is accepted
+MAY_SPILL = {"select_kernel": "the histogram's local counters, 8 bytes, outside the inner loops"}
+# what multiplies matrices, and the instruction that must do it, by target
+TENSOR_CORES = {"sm_90": "warp_group_dot", "sm_100": "tc_gen5_mma"}
+ON_TENSOR_CORES = {
+    "linear_kernel": TENSOR_CORES,
+    "linear_fp8_kernel": TENSOR_CORES,
+    "linear_fp4_kernel": TENSOR_CORES,
+    "sparse_attention_kernel": TENSOR_CORES,
+    "index_scores_kernel": dict.fromkeys(TENSOR_CORES, "nvidia_mma"),  # 32 heads are too few for a group
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_kernel_cache(tmp_path_factory):
+    """Triton's cache on disk, for these tests alone."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+@functools.cache
+def release_calls() -> tuple[CallSignature, ...]:
+    """Every form in which the released model calls an operation in a decode step of 4 requests, and its head."""
+    config = parse_config(release_config())
+    layout = cache_layout(config, "native", max_num_seqs=4, max_model_len=CONTEXT)
+    specs = store_specs(config, CONTEXT)
+    calls = []
+    for spec in (GraphSpec("decode", 4, 4), GraphSpec("logits", 4, 0)):
+        calls += recorded_step(spec, config, PRECISIONS["native"], layout, specs)
+    arguments = make_arguments(4, 8, 0)
+    arguments = arguments._replace(
+        logits=torch.empty(4, config.vocab_size, device="meta"),
+        masks=torch.empty(3, config.vocab_size // 32, dtype=torch.int32, device="meta"),
+    )
+    return tuple(dict.fromkeys([*calls, CallSignature.of(sample, tuple(arguments))]))
+
+
+def launches() -> dict[str, list]:
+    """The kernels that the released model starts, once per name, by operation."""
+    found: dict[str, list] = {}
+    seen = set()
+    for call in release_calls():
+        for launch in op_launches(call):
+            if launch.name not in seen:
+                seen.add(launch.name)
+                found.setdefault(call.op.name, []).append(launch)
+    return found
+
+
+@functools.cache
+def machine_code(target: str) -> tuple:
+    return tuple(compile_launch(launch, target) for group in launches().values() for launch in group)
+
+
+def test_the_released_model_starts_kernels_of_every_operation_it_calls():
+    called = {call.op.name for call in release_calls()}
+    reached = {call.op.name for call in release_calls() if op_launches(call)}
+    assert called == reached
+    assert called | {"dequantize_fp8", "dequantize_fp4", "quantize_fp8", "quantize_fp4", "verify_drafts"} | {
+        "linear_fp4"
+    } >= {op.name for op in OPS}
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_every_kernel_becomes_machine_code_at_full_size(target):
+    for code in machine_code(target):
+        assert code.cubin[:4] == b"\x7fELF"
+        assert f".target {target}a" in code.ptx
+        assert "tt.func" in code.ttir and "ttg.num-warps" in code.ttgir
+        assert 0 < code.resources.registers <= 255
+        assert code.resources.shared_bytes <= 232448, code.kernel  # what an SM of either target has for one
+        if code.kernel not in MAY_SPILL:
+            assert code.resources.spill_bytes == 0, code.kernel
+    print(resource_table(machine_code(target)))
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_products_run_on_tensor_cores(target):
+    codes = {code.kernel: code for code in machine_code(target)}
+    for kernel, instructions in ON_TENSOR_CORES.items():
+        assert instructions[target] in codes[kernel].ttgir, kernel
+
+
+@compiles
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_a_small_kernel_becomes_machine_code(target):
+    call = CallSignature.of(rms_norm, rms_norm.make_inputs(4, torch.bfloat16, 0))
+    (launch,) = op_launches(call)
+    code = compile_launch(launch, target)
+    assert code.kernel == "rms_norm_kernel" and code.target == target
+    assert code.cubin[:4] == b"\x7fELF"
+    assert code.resources.threads == 128 and code.resources.spill_bytes == 0
+    assert f"| rms_norm_kernel | {target} | 128 |" in resource_table([code])
+    # one program holds the whole row, so the sum has one order
+    assert "tt.reduce" in code.ttgir and "scf.for" not in code.ttgir
+
+
+@compiles
+def test_equal_sources_give_equal_bytes(tmp_path):
+    call = CallSignature.of(linear, linear.make_inputs(4, torch.bfloat16, 0))
+    (launch,) = op_launches(call)
+    first = compile_launch(launch, "sm_90")
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        assert compile_launch(launch, "sm_90").cubin == first.cubin
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("op", [op for op in OPS if op is not verify_drafts], ids=lambda op: op.name)
+def test_tiles_and_constants_do_not_depend_on_the_number_of_rows(op, dtype):
+    """Grids grow with rows; what a program does never changes."""
+    forms = []
+    for rows in (1, 5, 64):
+        call = CallSignature.of(op, op.make_inputs(rows, dtype, 1))
+        forms.append([(each.name, each.constants, each.warps, each.stages) for each in op_launches(call)])
+    assert forms[0] == forms[1] == forms[2]
+    assert forms[0]
+
+
+@compiles
+def test_an_unknown_target_is_refused_with_the_known_ones():
+    (launch,) = op_launches(CallSignature.of(rms_norm, rms_norm.make_inputs(1, torch.float32, 0)))
+    with pytest.raises(UsageError, match=r"unknown target 'sm_80' \(choose one of sm_90, sm_100\)"):
+        compile_launch(launch, "sm_80")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_an_interpreted_process_refuses_to_compile():
+    (launch,) = op_launches(CallSignature.of(rms_norm, rms_norm.make_inputs(1, torch.float32, 0)))
+    with pytest.raises(UsageError, match="compile in a process without TRITON_INTERPRET"):
+        compile_launch(launch, "sm_90")
+
+
+@compiles
+def test_a_kernel_that_the_compiler_refuses_is_named():
+    (launch,) = op_launches(CallSignature.of(rms_norm, rms_norm.make_inputs(1, torch.float32, 0)))
+    broken = cuda_target.Launch(
+        launch.kernel, launch.grid, launch.arguments, {**launch.constants, "BLOCK": 100}, 4, 1
+    )
+    with pytest.raises(LoweringError, match="rms_norm_kernel for sm_90: the compiler failed"):
+        compile_launch(broken, "sm_90")
