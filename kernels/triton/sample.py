@@ -179,7 +179,7 @@ def _draw_kernel(
     token_ids,
     listed,
     values,
-    LEAST_TEMPERATURE: tl.constexpr,
+    LEAST: tl.constexpr,
     CASE: tl.constexpr,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
@@ -200,9 +200,7 @@ def _draw_kernel(
     top = tl.where(drawable, tl.load(largest + row), 0.0)
     temperature = tl.load(temperatures + row)
     drawn = temperature > 0
-    inverse = 1.0 / tl.where(
-        drawn, tl.where(temperature > LEAST_TEMPERATURE, temperature, LEAST_TEMPERATURE), 1.0
-    )
+    inverse = 1.0 / tl.where(drawn, tl.where(temperature > LEAST, temperature, LEAST), 1.0)
     factor = tl.maximum(inverse.to(tl.float32), 1.1754943508222875e-38)  # -inf times 0 is no number
     scaled = tl.where(kept, (value - top) * factor, float("-inf"))
     if HAS_TOP_K:
@@ -305,7 +303,7 @@ def sample(*arguments: Any) -> Outputs:
         *(a.top_k, a.top_p, a.min_p, status, largest, greedy, raw_largest, raw_log_sum),
         *(token_ids, listed, values),
         warps=8,
-        LEAST_TEMPERATURE=MIN_TEMPERATURE,
+        LEAST=MIN_TEMPERATURE,
         CASE=_FRESH,
         HAS_TOP_K=a.top_k.numel() > 0,
         HAS_TOP_P=a.top_p.numel() > 0,
