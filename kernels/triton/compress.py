@@ -158,6 +158,7 @@ def compress(
         (rows,),
         *(parked, open_group, norm_weight, eps, latent, positions, request_index, slot_ids),
         num_computed_tokens,
+        warps=8,
         RATIO=ratio,
         LENGTH=max(1, open_group.shape[1]),
         SLOT_STRIDE=open_group.stride(0),

@@ -78,6 +78,7 @@ def select_best(values: torch.Tensor, chosen: torch.Tensor) -> None:
             _select_kernel,
             (values.shape[0],),
             *(values, chosen),
+            warps=8,
             COUNT=chosen.shape[1],
             SIZE=values.shape[1],
             BLOCK=_BLOCK,
