@@ -69,7 +69,8 @@ def e4m3_decode(codes):
     magnitude = code & 0x7F
     value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, subnormals too
     value = tl.where(magnitude == 0x7F, float("nan"), value)
-    return tl.where((code & 0x80) != 0, -value, value)
+    # by bits: minus zero is zero to the compiler
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def e4m3_encode(values):
 def e2m1_decode(codes):
     """int32 codes 0 .. 15 -> float32, exact."""
     value = ((codes & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    return tl.where((codes & 8) != 0, -value, value)
+    return (value.to(tl.int32, bitcast=True) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

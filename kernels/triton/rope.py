@@ -25,7 +25,7 @@ def turn(values, partners, angles, column, SIZE: tl.constexpr, ROTATED: tl.const
     cosine = tl.load(angles + pair, mask=turns, other=1.0)
     sine = tl.load(angles + ROTATED // 2 + pair, mask=turns, other=0.0)
     if INVERSE:
-        sine = -sine
+        sine = sine * -1.0  # not a minus, which would lose the sign of zero
     first = values * cosine - partners * sine
     second = partners * sine + values * cosine
     return tl.where(turns, tl.where((tail & 1) == 0, first, second), values)
