@@ -86,3 +86,9 @@ def blocks(size: int, block: int) -> int:
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest power of two that is neither below `size` nor below `least`."""
     return max(least, 1 << max(0, size - 1).bit_length())
+
+
+def require(op: str, fine: bool, what: str) -> None:
+    """Raise UsageError where a call needs `what`, a form of the operation without a Triton kernel."""
+    if not fine:
+        raise UsageError(f"no Triton kernel for {what}", where=f"{op}: triton", action="run the native form")

@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.formats import FP8_GROUP
 from deepinfer.kernels.linear_fp4 import linear_fp4_fake
 from deepinfer.kernels.packing import unpack_linear_fp4
 from deepinfer.kernels.triton.dequantize_fp4 import decode_fp4
-from deepinfer.kernels.triton.launch import blocks, launch
+from deepinfer.kernels.triton.launch import blocks, launch, require
 from deepinfer.kernels.triton.linear_fp8 import activations
 from deepinfer.kernels.triton.numbers import multiply_add, round_to
 
@@ -103,6 +104,7 @@ def project_fp4(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, tiles: ExpertTiles, y: torch.Tensor
 ) -> None:
     """Write to `y [rows, P, N]` the products of `x [rows, 1 | P, K]`; pairs of nobody stay."""
+    require("linear_fp4", not weight.is_floating_point(), "weights that are not quantised")
     weight, scale = unpack_linear_fp4(weight, scale)
     experts, outputs, _ = weight.shape
     columns = 64 if x.dtype == torch.bfloat16 else 32
@@ -127,11 +129,12 @@ def linear_fp4(
     scale: torch.Tensor,
     expert_ids: torch.Tensor,
     quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """x [rows, 1 | P, K], weight uint8 [E, N, K/2], scale [E, N, K/32], ids [rows, P] -> y [rows, P, N]."""
-    y = linear_fp4_fake(x, weight, scale, expert_ids, quantize_activation)
+    y = linear_fp4_fake(x, weight, scale, expert_ids, quantize_activation, activation_group)
     y.zero_()
     tiles = expert_tiles(expert_ids, weight.shape[0])
     if y.numel():
-        project_fp4(activations(x, quantize_activation), weight, scale, tiles, y)
+        project_fp4(activations(x, quantize_activation, activation_group), weight, scale, tiles, y)
     return y

@@ -11,7 +11,7 @@ import triton.language as tl
 from deepinfer.kernels.formats import FP8_GROUP
 from deepinfer.kernels.linear_fp8 import linear_fp8_fake
 from deepinfer.kernels.packing import unpack_linear_fp8
-from deepinfer.kernels.triton.launch import blocks, launch, power_of_two
+from deepinfer.kernels.triton.launch import blocks, launch, power_of_two, require
 from deepinfer.kernels.triton.numbers import (
     e4m3_decode,
     e8m0_decode,
@@ -26,22 +26,30 @@ _COLUMNS = 1024
 
 
 @triton.jit
-def _through_fp8_kernel(x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _through_fp8_kernel(x, y, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = to_float32(tl.load(x + row + column, mask=column < SIZE, other=0.0))
-    values = tl.reshape(through_fp8(tl.reshape(values, (BLOCK // 32, 32))), (BLOCK,))
+    values = tl.reshape(through_fp8(tl.reshape(values, (BLOCK // GROUP, GROUP))), (BLOCK,))
     tl.store(y + row + column, round_to(values, y.dtype.element_ty), mask=column < SIZE)
 
 
-def activations(x: torch.Tensor, quantize: bool) -> torch.Tensor:
-    """`x [..., K]` as a linear layer takes it: through the FP8 quantiser, exact in bf16, or as it is."""
+def activations(x: torch.Tensor, quantize: bool, group: int) -> torch.Tensor:
+    """`x [..., K]` as a linear layer takes it: through FP8 per `group` values, exact in bf16, or as it is."""
     if not quantize:
         return x
+    require("linear", group == power_of_two(group) and group <= _COLUMNS, f"groups of {group} activations")
     y = torch.empty_like(x, dtype=torch.bfloat16)
     size = x.shape[-1]
-    block = min(_COLUMNS, power_of_two(size, FP8_GROUP))
-    launch(_through_fp8_kernel, (x.numel() // size, blocks(size, block)), *(x, y), SIZE=size, BLOCK=block)
+    block = min(_COLUMNS, power_of_two(size, group))
+    launch(
+        _through_fp8_kernel,
+        (x.numel() // size, blocks(size, block)),
+        *(x, y),
+        SIZE=size,
+        GROUP=group,
+        BLOCK=block,
+    )
     return y
 
 
@@ -95,6 +103,7 @@ def _linear_fp8_kernel(
 
 def project_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> None:
     """Write to `y [rows, G, N]` the products of `x [rows, G, K]` with plain or packed weights."""
+    require("linear_fp8", not weight.is_floating_point(), "weights that are not quantised")
     rows, groups, inputs = x.shape
     rows_per_scale = FP8_GROUP
     if weight.dim() == 4:
@@ -119,9 +128,13 @@ def project_fp8(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: t
 
 
 def linear_fp8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantize_activation: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    quantize_activation: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """x [rows, G, K], weight uint8 [G, N, K], scale uint8 [G, N/32, K/32] -> y [rows, G, N] like x."""
-    y = linear_fp8_fake(x, weight, scale, quantize_activation)
-    project_fp8(activations(x, quantize_activation), weight, scale, y)
+    y = linear_fp8_fake(x, weight, scale, quantize_activation, activation_group)
+    project_fp8(activations(x, quantize_activation, activation_group), weight, scale, y)
     return y

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.formats import FP8_GROUP
 from deepinfer.kernels.moe_experts import moe_experts_fake
 from deepinfer.kernels.packing import scaled_outputs
 from deepinfer.kernels.triton.launch import blocks, launch
@@ -80,9 +81,12 @@ def moe_experts(
     w2_scale: torch.Tensor,
     swiglu_limit: float,
     quantize: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """x [T, D], ids and weights [T, P], w13 [E, 2 I, D/2], w2 [E, D, I/2], scales -> y [T, D] fp32."""
-    y = moe_experts_fake(x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, swiglu_limit, quantize)
+    y = moe_experts_fake(
+        x, expert_ids, expert_weights, w13, w13_scale, w2, w2_scale, swiglu_limit, quantize, activation_group
+    )
     rows, size = x.shape
     if not rows:
         return y
@@ -90,10 +94,10 @@ def moe_experts(
     ids, order = torch.sort(expert_ids, dim=1, stable=True)  # a row's experts are added by rising id
     tiles = expert_tiles(ids, w13.shape[0])
     gate_and_up = x.new_zeros((rows, picks, scaled_outputs(w13)))
-    project_fp4(activations(x.unsqueeze(1), quantize), w13, w13_scale, tiles, gate_and_up)
+    project_fp4(activations(x.unsqueeze(1), quantize, activation_group), w13, w13_scale, tiles, gate_and_up)
     hidden = clamped_swiglu(gate_and_up, expert_weights.gather(1, order), swiglu_limit)
     parts = x.new_zeros((rows, picks, size))
-    project_fp4(activations(hidden, quantize), w2, w2_scale, tiles, parts)
+    project_fp4(activations(hidden, quantize, activation_group), w2, w2_scale, tiles, parts)
     launch(
         _sum_picks_kernel,
         (rows, blocks(size, _COLUMNS)),

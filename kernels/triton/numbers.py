@@ -129,14 +129,14 @@ def group_amax(groups, floor: tl.constexpr):
 
 @triton.jit
 def quantize_fp8(values):
-    """values [groups, 32] float32 -> codes uint8 of the same shape, scales [groups] int32."""
+    """values [groups, size] float32 -> codes uint8 of the same shape, scales [groups] int32."""
     scale = e8m0_ceil(group_amax(values, 1e-4) * (1.0 / 448.0))
     return e4m3_encode(values * e8m0_decode(254 - scale)[:, None]), scale
 
 
 @triton.jit
 def through_fp8(values):
-    """values [groups, 32] float32 -> what is left of them after the FP8 quantiser."""
+    """values [groups, size] float32 -> what is left of them after the FP8 quantiser."""
     codes, scale = quantize_fp8(values)
     return e4m3_decode(codes) * e8m0_decode(scale)[:, None]
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.formats import FP8_GROUP
 from deepinfer.kernels.packing import scaled_outputs
 from deepinfer.kernels.shared_expert import shared_expert_fake
 from deepinfer.kernels.triton.launch import blocks, launch
@@ -33,15 +34,16 @@ def shared_expert(
     w2_scale: torch.Tensor,
     swiglu_limit: float,
     quantize: bool,
+    activation_group: int = FP8_GROUP,
 ) -> torch.Tensor:
     """x [T, D], routed [T, D] fp32, w13 [1, 2 I, D], w2 [1, D, I] and their scales -> y [T, D] like x."""
-    y = shared_expert_fake(x, routed, w13, w13_scale, w2, w2_scale, swiglu_limit, quantize)
+    y = shared_expert_fake(x, routed, w13, w13_scale, w2, w2_scale, swiglu_limit, quantize, activation_group)
     rows, size = x.shape
     gate_and_up = x.new_empty((rows, 1, scaled_outputs(w13)))
-    project_fp8(activations(x.unsqueeze(1), quantize), w13, w13_scale, gate_and_up)
+    project_fp8(activations(x.unsqueeze(1), quantize, activation_group), w13, w13_scale, gate_and_up)
     hidden = clamped_swiglu(gate_and_up, None, swiglu_limit)
     shared = x.new_empty((rows, 1, size))
-    project_fp8(activations(hidden, quantize), w2, w2_scale, shared)
+    project_fp8(activations(hidden, quantize, activation_group), w2, w2_scale, shared)
     launch(
         _add_routed_kernel, (rows, blocks(size, _COLUMNS)), *(routed, shared, y), SIZE=size, BLOCK=_COLUMNS
     )

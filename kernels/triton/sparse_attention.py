@@ -11,7 +11,7 @@ import triton.language as tl
 
 from deepinfer.kernels.sparse_attention import sparse_attention_fake
 from deepinfer.kernels.triton.dequantize_fp4 import decode_fp4
-from deepinfer.kernels.triton.launch import blocks, launch, power_of_two
+from deepinfer.kernels.triton.launch import blocks, launch, power_of_two, require
 from deepinfer.kernels.triton.numbers import (
     INTERPRETED,
     e4m3_decode,
@@ -316,12 +316,14 @@ def sparse_attention(
     num_computed_tokens: torch.Tensor,
     quantize: bool,
     with_mass: bool,
+    tail: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [T, H, d], the caches as defined -> output like query, mass [T, window + k] or [T, 0]."""
     requests = (positions, request_index, block_table, slot_ids, num_computed_tokens)
     output, mass = sparse_attention_fake(
-        query, record, ring, compressed, picks, sink, scale, window, *requests, quantize, with_mass
+        query, record, ring, compressed, picks, sink, scale, window, *requests, quantize, with_mass, tail
     )
+    require("sparse_attention", not (quantize and tail), "records with a tail")
     rows, heads, size = query.shape
     sums = query.new_empty((rows, heads, 2), dtype=torch.float32)
     block_heads = min(_MAX_HEADS, power_of_two(heads, 16))

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from deepinfer.kernels.formats import FP8_GROUP
-from deepinfer.kernels.triton.launch import launch, power_of_two
+from deepinfer.kernels.triton.launch import launch, power_of_two, require
 from deepinfer.kernels.triton.numbers import rounded, to_float32
 from deepinfer.kernels.triton.quantize_fp8 import store_fp8_record
 from deepinfer.kernels.triton.rms_norm import inverse_rms
@@ -55,9 +55,11 @@ def window_record(
     table: torch.Tensor,
     positions: torch.Tensor,
     quantize: bool,
+    tail: int = 0,
 ) -> torch.Tensor:
     """kv [T, d], norm_weight [d], table [P, r], positions [T] -> uint8 [T, d + d/32] or fp32 [T, d]."""
-    record = window_record_fake(kv, norm_weight, eps, table, positions, quantize)
+    record = window_record_fake(kv, norm_weight, eps, table, positions, quantize, tail)
+    require("window_record", not (quantize and tail), "records with a tail")
     rows, size = kv.shape
     launch(
         _window_record_kernel,

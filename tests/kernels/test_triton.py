@@ -14,13 +14,20 @@ from op_rows import NAN_STAYS_LOCAL, outputs, take_rows
 from routes import INTERPRETED
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels import OPS, linear, rms_norm
+from deepinfer.kernels import OPS, linear, linear_fp8, rms_norm, window_record
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="set TRITON_INTERPRET=1, as `make triton` does")
 
 DTYPES = (torch.bfloat16, torch.float32)
-WITHOUT_KERNEL = {"verify_drafts"}
+WITHOUT_KERNEL = {
+    "compress_biased",
+    "dequantize_tail",
+    "hadamard",
+    "moe_hash_gate",
+    "quantize_tail",
+    "verify_drafts",
+}
 # what only changes its arguments has its checks of rows in its own file
 WITHOUT_ROWS = {"index_key", "ring_write"}
 KERNELS = [op for op in OPS if op.name not in WITHOUT_KERNEL]
@@ -91,10 +98,29 @@ def test_a_kernel_that_contracts_rows_would_be_found(same_bytes):
         same_bytes(linear.triton(x[:1], weight, out_dtype) + x[:1].sum(), whole[:1])
 
 
+@interpreted
+def test_activations_are_quantised_by_the_group_that_is_asked_for():
+    x, weight, scale, _ = linear_fp8.make_inputs(3, torch.bfloat16, 0)
+    x, weight, scale = (
+        value[..., :size].contiguous() for value, size in ((x, 128), (weight, 128), (scale, 4))
+    )
+    x[:, :, 5] *= 40
+    got, want = (run(x, weight, scale, True, 128) for run in (linear_fp8.triton, linear_fp8.reference))
+    torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2e-6)
+    assert not torch.equal(got, linear_fp8.triton(x, weight, scale, True, 32))
+
+
 def test_an_operation_without_kernel_says_so():
-    op = next(op for op in OPS if op.name in WITHOUT_KERNEL)
-    with pytest.raises(UsageError, match="verify_drafts: triton: the operation has no Triton kernel"):
-        op.triton()
+    for op in OPS:
+        if op.name in WITHOUT_KERNEL:
+            with pytest.raises(UsageError, match=f"{op.name}: triton: the operation has no Triton kernel"):
+                op.triton()
+
+
+def test_a_form_without_kernel_says_so():
+    arguments = window_record.make_inputs(2, torch.bfloat16, 0)
+    with pytest.raises(UsageError, match="window_record: triton: no Triton kernel for records with a tail"):
+        window_record.triton(*arguments, 32)
 
 
 def test_wrong_arguments_are_refused_before_a_kernel_starts():
