@@ -11,7 +11,7 @@ Inference on a CPU only: static shapes, no gradients. `reports()` says what the 
 import operator
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from deepinfer.errors import PassError, UsageError
 from deepinfer.kernels import OPS, captured_ops
@@ -61,9 +61,11 @@ def reports() -> tuple[CompiledFunction, ...]:
     return tuple(_reports)
 
 
-def deepinfer_backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def deepinfer_backend(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], **options: object
+) -> Callable[..., Any]:
     """The backend. Raises UsageError for what it does not compile, and BuildError if compiling fails."""
-    _check(graph_module, example_inputs)
+    _check(graph_module, example_inputs, options)
     _drop_unused_calls(graph_module.graph)
     with tracing(None), torch.no_grad():
         program, calls = _captured(graph_module, example_inputs)
@@ -76,20 +78,34 @@ def deepinfer_backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any
             )
             extern = lowered.extern_json.read_bytes() if lowered.extern_json is not None else None
             compiled = CompiledGraph.open(lowered.shared_object.read_bytes(), extern, name="function")
-    attributes = {spec.name: _attribute(graph_module, spec.weight) for spec in lowered.constants}
-    compiled.bind(attributes)
+    compiled.bind({spec.name: _constant(program, graph_module, spec.weight) for spec in lowered.constants})
     _reports.append(CompiledFunction(report, graph_text(program.graph_module)))
     used = [index for index, value in enumerate(example_inputs) if isinstance(value, Tensor)]
+    written = [position for position, spec in enumerate(lowered.inputs) if spec.mutated]
 
     def call(*arguments: Any) -> Sequence[Tensor]:
-        return tuple(compiled.run([arguments[index] for index in used]))
+        tensors = [arguments[index] for index in used]
+        if written:
+            _check_apart(tensors, written)
+        return tuple(compiled.run(tensors))
 
     return call
 
 
-def _check(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in example_inputs):
-        raise UsageError("sizes must be static", where=WHERE, action="pass dynamic=False to torch.compile")
+def _check(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, object]
+) -> None:
+    if options:
+        raise UsageError(f"takes no {', '.join(sorted(options))}", where=WHERE, action="leave it out")
+    symbols = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in example_inputs)
+    numbers = any(
+        isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat))
+        for node in graph_module.graph.nodes
+    )
+    if symbols or numbers:
+        raise UsageError(
+            "sizes and numbers must be static", where=WHERE, action="pass dynamic=False to torch.compile"
+        )
     tensors = [value for value in example_inputs if isinstance(value, Tensor)]
     if any(value.requires_grad for value in tensors) and torch.is_grad_enabled():
         raise UsageError("gradients are not supported", where=WHERE, action="call it under torch.no_grad()")
@@ -161,7 +177,34 @@ def _captured(
     return program, calls
 
 
-def _attribute(graph_module: fx.GraphModule, name: str) -> Tensor:
+def _check_apart(tensors: Sequence[Tensor], written: Sequence[int]) -> None:
+    """Raise UsageError if an input that the graph writes shares memory with another: it was traced apart."""
+    spans = [_span(tensor) for tensor in tensors]
+    for mine in written:
+        for other, (start, end) in enumerate(spans):
+            if other != mine and start < spans[mine][1] and spans[mine][0] < end:
+                raise UsageError(
+                    f"input {mine} is written and shares memory with input {other}",
+                    where=WHERE,
+                    action="pass a copy of one of them: .clone()",
+                )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First address of a tensor's memory, and the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _constant(program: torch.export.ExportedProgram, graph_module: fx.GraphModule, name: str) -> Tensor:
+    """A tensor that the function holds: a literal that it makes, or an attribute."""
+    literal = program.constants.get(name)
+    if isinstance(literal, Tensor) and not isinstance(literal, FakeTensor):
+        return literal
     value: Any = graph_module
     for part in name.removeprefix("graph_module.").split("."):
         value = getattr(value, part)

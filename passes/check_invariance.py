@@ -19,7 +19,7 @@ from deepinfer.passes.text import target_text
 
 # element by element with one rounding, or no arithmetic at all
 _NAMES = """
-    _assert_tensor_metadata _to_copy _unsafe_view
+    _assert_tensor_metadata _to_copy _unsafe_view chunk movedim roll tensor_split unsafe_chunk unsafe_split
     abs add alias amax amin arange argmax argmin as_strided broadcast_to cat clamp
     clamp_max clamp_min clone constant_pad_nd contiguous copy detach div empty empty_like empty_strided
     eq expand expand_as fill flatten flip full full_like gather ge gt index index_put index_select

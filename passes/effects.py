@@ -6,8 +6,11 @@ All answers come from operator schemas. Knows nothing about values or about sing
 import operator
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
+
+_CASTS = frozenset(("aten::to", "aten::type_as"))
 
 
 def schema_of(node: fx.Node) -> OpOverload | None:
@@ -61,8 +64,18 @@ def viewed_node(node: fx.Node) -> fx.Node | None:
     for argument, value in _arguments(node, op):
         info = argument.alias_info  # type: ignore[attr-defined]
         if info is not None and info.before_set & shared:
-            return next(_nodes_in(value), None)
+            source = next(_nodes_in(value), None)
+            return None if source is not None and _converts(node, op, source) else source
     return None
+
+
+def _converts(node: fx.Node, op: OpOverload, source: fx.Node) -> bool:
+    """True for a cast to another dtype, which `aten.to` shares memory without, whatever its schema says."""
+    if op._schema.name not in _CASTS:
+        return False
+    result, given = node.meta.get("val"), source.meta.get("val")
+    known = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
+    return known and result.dtype != given.dtype
 
 
 def base_of(node: fx.Node) -> fx.Node:

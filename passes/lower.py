@@ -134,7 +134,7 @@ def _unlifted(program: ExportedProgram, name: str) -> tuple[fx.GraphModule, list
         if spec.kind == InputKind.USER_INPUT:
             copies[node] = graph.placeholder(node.name)
             arguments.append(node.meta["val"])
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             attribute = _attribute_name(spec.target)
             if attribute in weights:
                 raise LoweringError(

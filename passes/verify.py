@@ -137,7 +137,7 @@ def check_changed(graph_module: fx.GraphModule, before: Calls, where: str) -> No
                 _compare(node, _run(node, args, kwargs, where), where)
     for node in output_values(graph):
         if (owner := base_of(node)).op == "placeholder":
-            raise PassError(f"output {node.name} shares the memory of input {owner.name}", where=where)
+            raise _shared_output(node, owner.name, where)
 
 
 def _unchanged(node: fx.Node, before: tuple[Any, ...] | None) -> bool:
@@ -190,5 +190,14 @@ def _check_outputs_own_memory(graph: fx.Graph, values: dict[fx.Node, Any], where
     }
     for node in output_values(graph):
         name = owners.get(values[node].untyped_storage()._cdata)
-        if name is not None or base_of(node).op == "placeholder":
-            raise PassError(f"output {node.name} shares the memory of input {name}", where=where)
+        owner = base_of(node)
+        if name is not None or owner.op == "placeholder":
+            raise _shared_output(node, name or owner.name, where)
+
+
+def _shared_output(node: fx.Node, name: str, where: str) -> PassError:
+    return PassError(
+        f"output {node.name} shares the memory of input {name}",
+        where=where,
+        action="return a copy instead: .clone()",
+    )

@@ -294,7 +294,9 @@ def test_diff_ends_with_its_verdict_and_writes_both_reports(
     report = SimpleNamespace(passed=passed, to_dict=lambda: content, to_text=lambda: "the verdict")
     stub("deepinfer.diff", "diff_artifact", lambda *_, **__: report)
     html, xml = tmp_path / "r.html", tmp_path / "r.xml"
-    given = [str(tmp_path), "--model", str(tmp_path), "--report", str(html), "--junit", str(xml)]
+    artifact = tmp_path / "artifact"
+    artifact.mkdir()
+    given = [str(artifact), "--model", str(tmp_path), "--report", str(html), "--junit", str(xml)]
     assert diff_command.main(given) == code
     assert capsys.readouterr().out == "the verdict\n"
     assert "</html>" in html.read_text() and "</testsuites>" in xml.read_text()
@@ -595,3 +597,17 @@ def test_the_source_tree_can_be_used_from_its_root(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert str(root / "runtime") in result.stdout
+
+
+@pytest.mark.parametrize("place", ["manifest.json", "graphs/new.dot", "../artifact/manifest.json"])
+def test_a_drawing_may_not_replace_a_file_of_the_artifact(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = tmp_path / "artifact"
+    (artifact / "graphs").mkdir(parents=True)
+    (artifact / "manifest.json").write_text("whole")
+    drawing = str(artifact / place)
+    assert main_command.main(["inspect", str(artifact), "--graph", "decode-4", "--dot", drawing]) == 2
+    assert "lies in the artifact itself" in capsys.readouterr().err
+    assert (artifact / "manifest.json").read_text() == "whole"
+    assert not (artifact / "graphs" / "new.dot").exists()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.errors import UsageError
 from deepinfer.graphs.cache_layout import cache_layout
 from deepinfer.graphs.caches import RegionCaches
 from deepinfer.graphs.checkpoint import Checkpoint
@@ -128,7 +129,55 @@ def test_gradients_are_refused() -> None:
 
 
 def test_an_output_in_the_memory_of_an_input_is_refused() -> None:
-    assert "shares the memory of input" in _fails(lambda x: x.view(-1), torch.ones(3, 2))
+    message = _fails(lambda x: x.view(-1), torch.ones(3, 2))
+    assert "shares the memory of input" in message and ".clone()" in message
+
+
+def test_casts_and_literals_are_results_of_their_own() -> None:
+    """A cast may return its argument by its schema; to another dtype it cannot."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        first_is_zero = x.clone()
+        first_is_zero[0] = 0.0
+        return x.half(), x.long(), x * torch.tensor([1.0, 2.0, 3.0]), first_is_zero
+
+    x = torch.tensor([1.5, -2.5, 3.25])
+    with torch.no_grad():
+        found = compiled(function)(x)
+    for one, other in zip(found, function(x), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_written_inputs_may_not_share_memory_with_others() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    block = torch.zeros(4, 8)
+    with torch.no_grad():
+        step = compiled(function)
+        assert torch.equal(step(block[:2].clone(), block[0]), torch.zeros(8))
+        assert not block.any()
+        with pytest.raises(UsageError, match="input 0 is written and shares memory with input 1"):
+            step(block[:2], block[1])
+        assert torch.equal(step(block[:2], block[2]), torch.zeros(8))
+        assert torch.equal(block[:2], torch.ones(2, 8))
+
+
+def test_options_are_refused_by_name() -> None:
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: x * 2, backend="deepinfer", options={"faster": True})
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="takes no options"):
+        function(torch.ones(3))
+
+
+def test_numbers_that_change_are_refused() -> None:
+    torch._dynamo.reset()
+    function = torch.compile(lambda x, scale: x * scale, backend="deepinfer")
+    with torch.no_grad():
+        assert torch.equal(function(torch.ones(3), 2.5), torch.full((3,), 2.5))
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="numbers must be static"):
+            function(torch.ones(3), 3.5)
 
 
 def test_changing_sizes_are_refused() -> None:
@@ -136,6 +185,6 @@ def test_changing_sizes_are_refused() -> None:
     function = torch.compile(lambda x: x * 2, backend="deepinfer", fullgraph=True, dynamic=True)
     with (
         torch.no_grad(),
-        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="sizes must be static"),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="must be static"),
     ):
         function(torch.ones(5, 3))

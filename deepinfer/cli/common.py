@@ -155,8 +155,13 @@ def progress_for(arguments: argparse.Namespace) -> Progress:
     return Progress() if arguments.quiet else TerminalProgress()
 
 
-def writable_report(path: Path | None) -> Path | None:
-    """The path itself; raises UsageError at once, not after the work, when no file can be written there."""
+def writable_report(path: Path | None, artifact: Path) -> Path | None:
+    """The path itself; raises UsageError at once, not after the work, when no file can be written there.
+
+    Nor may it lie in the artifact, whose files are not to be replaced.
+    """
+    if path is not None and path.resolve().is_relative_to(artifact.resolve()):
+        raise UsageError("lies in the artifact itself", where=str(path), action="name a file elsewhere")
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise UsageError(
             "cannot be written: there is no such folder, or it is one itself",

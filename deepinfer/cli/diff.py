@@ -41,7 +41,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     options = build_parser().parse_args(arguments)
     artifact = existing_folder(options.artifact, "OUT")
     model = existing_folder(options.model, "MODEL")
-    html, junit = writable_report(options.report), writable_report(options.junit)
+    html, junit = (writable_report(path, options.artifact) for path in (options.report, options.junit))
     prompts = _token_ids(artifact, read_prompts(options.prompts_file)) if options.prompts_file else None
     from deepinfer.diff import diff_artifact
 

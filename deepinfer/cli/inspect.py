@@ -40,7 +40,7 @@ def _show_graph(options: argparse.Namespace) -> int:
     if options.dot == _STDOUT and options.json:
         raise UsageError("both go to stdout", where="--dot - --json", action="name a file for the drawing")
     if options.dot not in (None, _STDOUT):
-        writable_report(Path(options.dot))
+        writable_report(Path(options.dot), options.artifact)
     view = view_graph(options.artifact, options.graph, options.after)
     facts: dict[str, Any] = {
         "artifact_id": view.artifact_id,
