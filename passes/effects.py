@@ -74,8 +74,9 @@ def _converts(node: fx.Node, op: OpOverload, source: fx.Node) -> bool:
     if op._schema.name not in _CASTS:
         return False
     result, given = node.meta.get("val"), source.meta.get("val")
-    known = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
-    return known and result.dtype != given.dtype
+    if not isinstance(result, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return False
+    return result.dtype != given.dtype
 
 
 def base_of(node: fx.Node) -> fx.Node:
