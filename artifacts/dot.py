@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from deepinfer.errors import ArtifactFormatError
 
 # these return a result and write caches as well, which no text says; all other writers return nothing
-WRITERS_WITH_RESULT = frozenset({"deepinfer.compress.default"})
+WRITERS_WITH_RESULT = frozenset({"deepinfer.compress.default", "deepinfer.compress_biased.default"})
 
 _INPUT = re.compile(r"%([0-9]+) = input (\S+?)(!?) : ?(.*)")
 _CALL = re.compile(r"%([0-9]+) = ([^\s('\"]+)\(")
