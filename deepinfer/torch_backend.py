@@ -22,7 +22,7 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from deepinfer.errors import PassError, UsageError
-from deepinfer.kernels import OPS, captured_ops
+from deepinfer.kernels import captured_ops, op_of
 from deepinfer.kernels.native import host_isa, load_host_library
 from deepinfer.kernels.signature import CallSignature, TensorLayout
 from deepinfer.passes.fuse import PREFIX
@@ -116,9 +116,8 @@ def _check(
 
 def _drop_unused_calls(graph: fx.Graph) -> None:
     """Erase calls of ops for results that nobody uses: no pass would find them again."""
-    ops = {op.overload() for op in OPS if op.overload()._schema.returns}
     for node in reversed(list(graph.nodes)):
-        ours = node.target in ops and not node.target._schema.is_mutable
+        ours = op_of(node.target) is not None and not node.target._schema.is_mutable
         if node.op == "call_function" and not node.users and (ours or node.target is operator.getitem):
             graph.erase_node(node)
 
@@ -155,10 +154,9 @@ class _Expander(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, calls: list[CallSignature]) -> None:
         super().__init__(graph_module)
         self._calls = calls
-        self._ops = {op.overload(): op for op in OPS}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        op = self._ops.get(target)
+        op = op_of(target)
         if op is None or kwargs:
             return super().call_function(target, args, kwargs)
         self._calls.append(CallSignature.of(op, args))

@@ -23,7 +23,7 @@ from deepinfer.kernels.moe_hash_gate import moe_hash_gate
 from deepinfer.kernels.quantize_fp4 import dequantize_fp4, quantize_fp4
 from deepinfer.kernels.quantize_fp8 import dequantize_fp8, quantize_fp8
 from deepinfer.kernels.quantize_tail import dequantize_tail, quantize_tail
-from deepinfer.kernels.registry import Op, captured_ops
+from deepinfer.kernels.registry import NAMESPACE, Op, captured_ops
 from deepinfer.kernels.ring_write import ring_write
 from deepinfer.kernels.rms_norm import rms_norm
 from deepinfer.kernels.rope import rope
@@ -67,6 +67,15 @@ OPS: tuple[Op, ...] = (
     verify_drafts,
 )
 
+_BY_QUALIFIED_NAME = {f"{NAMESPACE}::{op.name}": op for op in OPS}
+
+
+def op_of(target: object) -> Op | None:
+    """The operation that a graph's call target stands for; None if it is not one of ours."""
+    schema = getattr(target, "_schema", None)
+    return _BY_QUALIFIED_NAME.get(schema.name) if schema is not None else None
+
+
 __all__ = [
     "OPS",
     "Op",
@@ -91,6 +100,7 @@ __all__ = [
     "moe_experts",
     "moe_gate",
     "moe_hash_gate",
+    "op_of",
     "quantize_fp4",
     "quantize_fp8",
     "quantize_tail",

@@ -10,7 +10,25 @@ from typing import Any
 
 from torch import fx
 
-from deepinfer.kernels import OPS
+from deepinfer.kernels import (
+    compress,
+    compress_biased,
+    engram_gate,
+    engram_gather,
+    engram_ids,
+    index_key,
+    index_topk,
+    mhc_collapse,
+    mhc_expand,
+    moe_experts,
+    moe_gate,
+    moe_hash_gate,
+    ring_write,
+    rope,
+    shared_expert,
+    sparse_attention,
+    window_record,
+)
 from deepinfer.kernels.registry import Op
 from deepinfer.kernels.signature import CallSignature
 from deepinfer.passes import patterns
@@ -20,27 +38,25 @@ from deepinfer.passes.patterns import Miss, find_matches, replace_matches, trace
 PREFIX = "fuse_"
 
 # Larger ones first: `compress`, say, contains a rotation, which `rope` alone would take out of it.
-_ORDER = (
-    "compress",
-    "compress_biased",
-    "index_topk",
-    "index_key",
-    "sparse_attention",
-    "window_record",
-    "moe_experts",
-    "shared_expert",
-    "moe_gate",
-    "moe_hash_gate",
-    "engram_ids",
-    "engram_gate",
-    "engram_gather",
-    "ring_write",
-    "mhc_expand",
-    "mhc_collapse",
-    "rope",
+FUSED_OPS: tuple[Op, ...] = (
+    compress,
+    compress_biased,
+    index_topk,
+    index_key,
+    sparse_attention,
+    window_record,
+    moe_experts,
+    shared_expert,
+    moe_gate,
+    moe_hash_gate,
+    engram_ids,
+    engram_gate,
+    engram_gather,
+    ring_write,
+    mhc_expand,
+    mhc_collapse,
+    rope,
 )
-_BY_NAME = {op.name: op for op in OPS}
-FUSED_OPS: tuple[Op, ...] = tuple(_BY_NAME[name] for name in _ORDER)
 
 Counts = Mapping[str, int]  # calls by name of the op
 

@@ -142,14 +142,16 @@ class PassManager:
         contract = contract_of(graph_module)
         check_structure(graph_module, contract, f"{name} before passes")
         check_metadata(graph_module, f"{name} before passes")
-        self._keep_text(name, 0, "captured", graph_module, record)
+        text = graph_text(graph_module)
+        self._keep_text(name, 0, "captured", text, record)
         results = []
         for index, step in enumerate(self._passes, start=1):
             expected = step.expected(facts) if step.expected is not None else None
             rewrites, nodes_before = None, len(graph_module.graph.nodes)
             if step.name not in self._disabled:
-                rewrites = self._run_one(step, graph_module, contract, f"{name}, pass {step.name}", progress)
-                self._keep_text(name, index, step.name, graph_module, record)
+                where = f"{name}, pass {step.name}"
+                rewrites, text = self._run_one(step, graph_module, text, contract, where, progress)
+                self._keep_text(name, index, step.name, text, record)
                 if expected is not None and rewrites != expected:
                     raise _wrong_count(step, graph_module, rewrites, expected, name)
             nodes = (nodes_before, len(graph_module.graph.nodes))
@@ -162,32 +164,33 @@ class PassManager:
         self,
         step: Pass,
         graph_module: fx.GraphModule,
+        before: str,
         contract: Contract,
         where: str,
         progress: Progress | None,
-    ) -> int:
-        before, calls = graph_text(graph_module), calls_of(graph_module.graph)
+    ) -> tuple[int, str]:
+        """Run a pass on a graph whose text is `before`; returns the rewrites and the text after it."""
+        calls = calls_of(graph_module.graph)
         started = time.perf_counter()
         rewrites = step.function(graph_module)
         seconds = time.perf_counter() - started
         check_structure(graph_module, contract, where)
+        after = graph_text(graph_module)
         if rewrites:
             check_changed(graph_module, calls, where)
-        elif graph_text(graph_module) != before:
+        elif after != before:
             raise PassError("the pass changed the graph and reports no rewrite", where=where)
         if progress is not None:
             progress(step.name, rewrites, seconds)
-        return rewrites
+        return rewrites, after
 
-    def _keep_text(
-        self, name: str, index: int, step: str, graph_module: fx.GraphModule, record: Record | None
-    ) -> None:
+    def _keep_text(self, name: str, index: int, step: str, text: str, record: Record | None) -> None:
         if self._dump_dir is not None:
             folder = self._dump_dir / name
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{index:02d}-{step}.txt").write_text(graph_text(graph_module), encoding="utf-8")
+            (folder / f"{index:02d}-{step}.txt").write_text(text, encoding="utf-8")
         if record is not None:
-            record(step, graph_text(graph_module))
+            record(step, text)
 
 
 def _wrong_count(

@@ -12,13 +12,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from deepinfer.errors import CaptureError
-from deepinfer.kernels import OPS
+from deepinfer.kernels import op_of
 from deepinfer.kernels.signature import CallSignature
-from deepinfer.passes.effects import schema_of
 from deepinfer.passes.patterns import trace_pattern
 from deepinfer.passes.text import argument_text, target_text, tensor_text
-
-_OPS = {op.name: op for op in OPS}
 
 
 def check_same_calls(fused: fx.Graph, recorded: fx.Graph, name: str = "graph") -> None:
@@ -58,8 +55,7 @@ def _nodes_in(value: Any) -> list[fx.Node]:
 
 def _read_arguments(node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a call, None in the place of tensors at which the definition of an op does not look."""
-    op = schema_of(node)
-    ours = _OPS.get(op._schema.name.rpartition("::")[2]) if op is not None else None
+    ours = op_of(node.target)
     if ours is None or not ours.composite:
         return list(node.args), dict(node.kwargs)
     values = tuple(value.meta["val"] if isinstance(value, fx.Node) else value for value in node.args)
