@@ -212,6 +212,8 @@ def run_command(command: Callable[[Sequence[str], Environment], int], arguments:
         _abandon_stdout()
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
+        if arguments is None:  # the process ends here: a further interrupt would only break its ending
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except DeepInferError as error:
