@@ -50,6 +50,7 @@ from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.toolchain import toolchain_identity
 from deepinfer.progress import Progress
 from deepinfer.settings import CompileConfig
+from deepinfer.target import require_cpu
 from deepinfer.tokenizer_files import eos_token_ids, tokenizer_files
 from deepinfer.tolerances import TOLERANCES
 from deepinfer.weight_file import file_bytes, write_weight_file
@@ -185,6 +186,7 @@ def _sidecars(graphs: list[BuiltGraph]) -> dict[str, dict[str, Any]]:
 
 
 def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
+    require_cpu(options.target)
     load_config(model_dir)  # says what is wrong, and what is ignored
     config_json = read_json_object(model_dir / "config.json", MAX_CONFIG_BYTES, ConfigError)
     config = parse_config(config_json)  # of the very content that the workers get

@@ -29,6 +29,7 @@ from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.plan_weights import ParameterPlan, WeightGroup, count_parameters, weight_groups
 from deepinfer.progress import Progress
 from deepinfer.settings import CompileConfig
+from deepinfer.target import require_cpu
 from deepinfer.tokenizer_files import tokenizer_files
 from deepinfer.weight_file import file_bytes
 
@@ -152,6 +153,7 @@ def plan_model(
     started = time.perf_counter()
     folder, config = _read_config(Path(model))
     options = options or CompileConfig()
+    require_cpu(options.target)
     PassManager(PASSES_EXACT, options.disabled_passes)  # refuses names that no pass has
     options = options.resolved(max_position_embeddings=config.max_position_embeddings)
     assert options.max_model_len is not None

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 from deepinfer.errors import SettingsError
 from deepinfer.runtime.threads import physical_cores
 from deepinfer.settings_map import not_available
+from deepinfer.target import TargetName
 from deepinfer.yaml_loader import read_yaml
 
 BLOCK_TOKENS = 128  # token positions of one cache block
@@ -24,8 +25,9 @@ DEFAULT_MAX_MODEL_LEN = 1024  # keeps the default pools of a large model within 
 Rows = tuple[Annotated[int, Meta(ge=1, le=16384)], ...]
 PassName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 
-# Left out of the artifact: they change how long a build takes, never its result.
-_NOT_IDENTITY = ("jobs",)
+# Left out of the artifact's options: the first changes how long a build takes, never its result; the second
+# has a place of its own in the manifest.
+_NOT_AN_OPTION = ("jobs", "target")
 _ROW_LISTS = ("decode_rows", "prefill_tokens", "logits_rows")
 
 
@@ -35,6 +37,7 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Row lists are kept sorted and without repetitions. `None` means "derive it": see `resolved`.
     """
 
+    target: TargetName = "cpu"
     precision: Literal["native", "float32"] = "native"
     decode_rows: Annotated[Rows, Meta(min_length=1, max_length=64)] = (1, 2, 4, 8)
     prefill_tokens: Annotated[Rows, Meta(min_length=1, max_length=64)] = (16, 64, 256)
@@ -89,8 +92,8 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def effective(self) -> dict[str, object]:
-        """Plain data for the manifest: every setting that can change the artifact, in a fixed order."""
-        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_IDENTITY}
+        """Plain data for the manifest: what can change the artifact (but the target), in a fixed order."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_AN_OPTION}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

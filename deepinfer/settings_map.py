@@ -27,7 +27,7 @@ class SourceSetting(msgspec.Struct, frozen=True):
 
 SOURCE_SETTINGS: tuple[SourceSetting, ...] = (
     SourceSetting(
-        "DEEPINFER_ACCELERATOR", "compile.target", "planned", "device to build for; now always cpu"
+        "DEEPINFER_ACCELERATOR", "compile.target", "option", "device to build for: cpu, or a graphics card"
     ),
     SourceSetting(
         "DEEPINFER_BATCH_INVARIANT",

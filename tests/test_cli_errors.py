@@ -74,6 +74,7 @@ def _one_line(text: str) -> str:
         (["DIR", "-o", "x", "--jobs", "0"], "compile.jobs"),
         (["DIR", "-o", "x", "--jobs", "two"], "--jobs"),
         (["DIR", "-o", "x", "--precision", "bf16"], "invalid choice"),
+        (["DIR", "-o", "x", "--target", "cuda:sm_80"], "cuda:sm_90"),
         (["DIR", "-o", "x", "--max-model-len", "1"], "compile.max_model_len"),
         (["DIR", "-o", "x", "--no-such-flag"], "--no-such-flag"),
         (["DIR", "-o", "x", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),

@@ -137,6 +137,7 @@ def test_an_empty_file_or_section_means_defaults(tmp_path: Path, text: str) -> N
         ("compile: {decode_rows: [0]}", "int >= 1"),
         ("compile: {prefill_tokens: [99999]}", "int <= 16384"),
         ("compile: {precision: bf16}", "must be one of native, float32, given 'bf16'"),
+        ("compile: {target: cuda}", "must be one of cpu, cuda:sm_90, cuda:sm_100, given 'cuda'"),
         ("compile: {max_model_len: 1}", "int >= 2"),
         ("compile: {disabled_passes: [../x]}", "compile.disabled_passes"),
         ("serve: {num_threads: -1}", "serve.num_threads"),
@@ -207,7 +208,7 @@ def test_the_effective_configuration_is_plain_and_leaves_out_what_cannot_change_
     first = CompileConfig(jobs=1).resolved(max_position_embeddings=4096).effective()
     second = CompileConfig(jobs=7).resolved(max_position_embeddings=4096).effective()
     assert first == second and "jobs" not in first
-    assert set(first) == set(CompileConfig.__struct_fields__) - {"jobs"}
+    assert set(first) == set(CompileConfig.__struct_fields__) - {"jobs", "target"}
     assert None not in first.values() and first["decode_rows"] == [1, 2, 4, 8]
 
 

@@ -21,6 +21,7 @@ from deepinfer.cli.common import (
 )
 from deepinfer.errors import UsageError
 from deepinfer.settings import UNSET, CompileConfig, load_settings
+from deepinfer.target import TARGETS
 
 if TYPE_CHECKING:
     from deepinfer.compile import CompileResult
@@ -44,6 +45,7 @@ def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
         action="store_true",
         help="write nothing: print what a build would make of MODEL, here also a config.json without weights",
     )
+    parser.add_argument("--target", choices=tuple(TARGETS), default=UNSET, help="what the code is for (cpu)")
     parser.add_argument(
         "--precision", choices=("native", "float32"), default=UNSET, help="numbers to compute with (native)"
     )
@@ -86,6 +88,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     settings = load_settings(
         options.config,
         compile_flags={
+            "target": options.target,
             "precision": options.precision,
             "decode_rows": options.decode_rows,
             "prefill_tokens": options.prefill_tokens,
