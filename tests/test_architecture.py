@@ -44,8 +44,13 @@ FOREIGN_BANS = {
         "a serving process compiles and traces nothing",
     ),
 }
-# These modules plan; they are tested by the hundred thousand steps and need no tensors.
-WITHOUT_TORCH = {"deepinfer.runtime.scheduler", "deepinfer.runtime.block_pool"}
+# These modules plan or define; they are tested by the hundred thousand steps and need no tensors.
+WITHOUT_TORCH = {
+    "deepinfer.runtime.scheduler",
+    "deepinfer.runtime.block_pool",
+    "deepinfer.runtime.sampler_interface",
+    "deepinfer.runtime.sampler_reference",
+}
 
 BANNED_MODULES = {
     "pickle",
