@@ -88,25 +88,48 @@ def compile_launch(launch: Launch, target: str) -> MachineCode:
             where=launch.name,
             action="compile in a process without TRITON_INTERPRET",
         )
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
-    try:
-        with triton.knobs.compilation.scope():
-            # the line table holds file times; without it equal sources give equal bytes
-            triton.knobs.compilation.disable_line_info = True
-            gpu = GPUTarget("cuda", TARGETS[target], _WARP_SIZE)
-            compiled = triton.compile(_source(launch), target=gpu, options=options)
-    except (RuntimeError, ValueError, triton.TritonError, subprocess.SubprocessError) as error:
-        raise LoweringError(
-            f"the compiler failed: {error}",
-            where=f"{launch.name} for {target}",
-            action="report it with the config",
-        ) from error
+    constants, signature = launch.constants, _signature(launch)
+    attributes = _attributes(launch, signature)
+    compiled = compile_kernel(
+        launch.kernel, signature, constants, attributes, launch.warps, launch.stages, target
+    )
     texts = compiled.asm
     registers, spilled = _resource_usage(texts["cubin"], texts["ptx"], target, launch.name)
     resources = Resources(launch.warps * _WARP_SIZE, registers, int(compiled.metadata.shared), spilled)
     return MachineCode(
         launch.name, target, texts["cubin"], texts["ptx"], texts["ttgir"], texts["ttir"], resources
     )
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int, ...], Any],
+    warps: int,
+    stages: int,
+    target: str,
+) -> Any:
+    """Compile `kernel` for `target`, a name of TARGETS; returns what Triton's compiler returns.
+
+    `signature` gives the type of every parameter, `constants` the values of those whose type is `constexpr`,
+    `attributes` what is known of the others by position. This is the one way to machine code: products and
+    sums are not contracted, and equal sources give equal bytes. Raises LoweringError if the compiler fails.
+    """
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    try:
+        with triton.knobs.compilation.scope():
+            # the line table holds file times; without it equal sources give equal bytes
+            triton.knobs.compilation.disable_line_info = True
+            gpu = GPUTarget("cuda", TARGETS[target], _WARP_SIZE)
+            source = ASTSource(kernel, signature, constants, attributes)
+            return triton.compile(source, target=gpu, options=options)
+    except (RuntimeError, ValueError, triton.TritonError, subprocess.SubprocessError) as error:
+        raise LoweringError(
+            f"the compiler failed: {error}",
+            where=f"{str(kernel.__name__).lstrip('_')} for {target}",
+            action="report it with the config",
+        ) from error
 
 
 def compile_calls(calls: Iterable[CallSignature], target: str) -> dict[str, list[MachineCode]]:
@@ -143,14 +166,12 @@ def _without_values(argument: object) -> object:
     return argument
 
 
-def _source(launch: Launch) -> ASTSource:
-    signature = _signature(launch)
-    attributes = {
+def _attributes(launch: Launch, signature: dict[str, str]) -> dict[tuple[int, ...], Any]:
+    return {
         (index,): [["tt.divisibility", _ALIGNMENT]]
         for index, parameter in enumerate(launch.kernel.params)
         if signature[parameter.name].startswith("*")
     }
-    return ASTSource(launch.kernel, signature, launch.constants, attributes)
 
 
 def _signature(launch: Launch) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,27 @@ class Launch:
         return str(self.kernel.__name__).lstrip("_")
 
 
-_recorder: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("launches", default=None)
+# what is done with a launch instead of starting its kernel; None: the kernel starts
+Starter = Callable[[Launch], None]
+_starter: contextvars.ContextVar[Starter | None] = contextvars.ContextVar("starter", default=None)
+
+
+@contextlib.contextmanager
+def launches_given_to(starter: Starter) -> Iterator[None]:
+    """Within the block `starter` gets every launch and no kernel starts; arguments may have no values."""
+    token = _starter.set(starter)
+    try:
+        yield
+    finally:
+        _starter.reset(token)
 
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
     """Within the block kernels are recorded and not started; arguments may be meta tensors."""
     launches: list[Launch] = []
-    token = _recorder.set(launches)
-    try:
+    with launches_given_to(launches.append):
         yield launches
-    finally:
-        _recorder.reset(token)
 
 
 def launch(
@@ -64,9 +73,9 @@ def launch(
     if 0 in grid:
         return
     assert grid[0] <= _MAX_ROWS, grid
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.append(Launch(kernel, grid, arguments, constants, warps, stages))
+    starter = _starter.get()
+    if starter is not None:
+        starter(Launch(kernel, grid, arguments, constants, warps, stages))
         return
     device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
