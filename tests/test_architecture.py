@@ -50,6 +50,11 @@ WITHOUT_TORCH = {
     "deepinfer.runtime.block_pool",
     "deepinfer.runtime.sampler_interface",
     "deepinfer.runtime.sampler_reference",
+    "deepinfer.runtime.token_bytes",
+    "deepinfer.runtime.detokenizer",
+    "deepinfer.runtime.stop_strings",
+    "deepinfer.runtime.text_stream",
+    "deepinfer.runtime.finish",
 }
 
 BANNED_MODULES = {

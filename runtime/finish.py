@@ -1,0 +1,53 @@
+"""Why a request ends. Of several reasons that come true at once all are recorded; the first in order counts.
+
+Plain data and one order of precedence; knows nothing of how a reason is found.
+"""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+STOP: Final = "stop"
+LENGTH: Final = "length"
+ABORT: Final = "abort"
+ERROR: Final = "error"
+
+# Kind of trigger -> finish_reason that a user reads. The earlier one wins.
+PRECEDENCE: Final = {
+    "abort": ABORT,
+    "timeout": ABORT,
+    "error": ERROR,
+    "structured_complete": STOP,
+    "stop_string": STOP,
+    "eos": STOP,
+    "stop_token": STOP,
+    "max_tokens": LENGTH,
+    "max_model_len": LENGTH,
+}
+_RANK: Final = {kind: rank for rank, kind in enumerate(PRECEDENCE)}
+CUT_OFF: Final = frozenset({"abort", "timeout", "error"})  # the text is cut where it stands
+
+
+class Trigger(NamedTuple):
+    """One reason to end, with what it was: the stop string, the stop token, the kind of error."""
+
+    kind: str
+    detail: int | str | None = None
+
+
+class Finish(NamedTuple):
+    """How a request ended."""
+
+    kind: str
+    finish_reason: str  # "stop", "length", "abort", "error"
+    stop_reason: int | str | None  # the stop string or stop token, the kind of error, "timeout"
+    triggers: tuple[Trigger, ...]  # all that came true, the one that counts first
+
+
+def decide(triggers: Iterable[Trigger]) -> Finish | None:
+    """The end that these triggers make, or None if there are none. Their order does not matter."""
+    ranked = tuple(sorted(set(triggers), key=lambda trigger: (_RANK[trigger.kind], str(trigger.detail))))
+    if not ranked:
+        return None
+    first = ranked[0]
+    stop_reason = "timeout" if first.kind == "timeout" else first.detail
+    return Finish(first.kind, PRECEDENCE[first.kind], stop_reason, ranked)
