@@ -61,11 +61,11 @@ inline void add_chain(const float* x, const uint8_t* w, int64_t stride, int64_t 
   }
 }
 
-template <class Matrix>
+template <float kUnit>
 inline Lanes add_to(Lanes total, Lanes sum, const Lanes& factor) {
-  if constexpr (Matrix::kUnit == 0) return total + sum;
-  else if constexpr (Matrix::kUnit == 1) return fma(sum, factor, total);
-  else return fma(sum * Lanes::fill(Matrix::kUnit), factor, total);
+  if constexpr (kUnit == 0) return total + sum;
+  else if constexpr (kUnit == 1) return fma(sum, factor, total);
+  else return fma(sum * Lanes::fill(kUnit), factor, total);
 }
 
 // All inputs of kPanels packed panels from `first` on for one tile of kRows rows.
@@ -96,7 +96,7 @@ void multiply_direct(const Matrix& weight, int64_t first, const float* x, Lanes 
       if constexpr (Matrix::kUnit != 0) {
         factor = powers(weight.panel_scale(first + p) + begin / kFp8Group * kPanel);
       }
-      for (int r = 0; r < kRows; ++r) total[r][p] = add_to<Matrix>(total[r][p], sum[r][p], factor);
+      for (int r = 0; r < kRows; ++r) total[r][p] = add_to<Matrix::kUnit>(total[r][p], sum[r][p], factor);
     }
   }
 }
@@ -108,10 +108,10 @@ struct Ahead {
 };
 
 // Adds blocks of up to kBlock inputs to the totals of a tile: [kRows][16] per panel, `apart` floats apart.
-template <int kRows, int kPanels, class Matrix>
+template <int kRows, int kPanels, float kUnit, bool kPacked>
 void multiply_blocks(const float* x, const Block* blocks, int64_t count, const Ahead& ahead, float* totals,
                      int64_t apart) {
-  constexpr int64_t kLength = Matrix::kUnit == 0 ? kBlock : kFp8Group;
+  constexpr int64_t kLength = kUnit == 0 ? kBlock : kFp8Group;
   const uint8_t* w = reinterpret_cast<const uint8_t*>(blocks[0].values);
   int64_t stride = reinterpret_cast<const uint8_t*>(blocks[kPanels - 1].values) - w;
   for (int64_t begin = 0; begin < count; begin += kLength) {
@@ -122,16 +122,16 @@ void multiply_blocks(const float* x, const Block* blocks, int64_t count, const A
     add_chain<kRows, kPanels, FloatCodec>(
         x + begin * kRows, w + begin * FloatCodec::kBytes, stride, std::min(kLength, count - begin), sum,
         [&](int64_t k) {
-          if constexpr (Matrix::kPacked) {
+          if constexpr (kPacked) {
             for (const uint8_t* panel : ahead.panels) prefetch<_MM_HINT_T1>(panel + (begin + k) * ahead.pace);
           }
         });
     for (int p = 0; p < kPanels; ++p) {
       Lanes factor = Lanes::zero();
-      if constexpr (Matrix::kUnit != 0) factor = Lanes::load(blocks[p].factors + begin / kFp8Group * kPanel);
+      if constexpr (kUnit != 0) factor = Lanes::load(blocks[p].factors + begin / kFp8Group * kPanel);
       for (int r = 0; r < kRows; ++r) {
         float* total = totals + p * apart + r * kPanel;
-        add_to<Matrix>(Lanes::load(total), sum[r][p], factor).store(total);
+        add_to<kUnit>(Lanes::load(total), sum[r][p], factor).store(total);
       }
     }
   }
@@ -281,8 +281,10 @@ void multiply_panels(const Product<Matrix, Out>& product, int64_t first, int64_t
             float* sums = totals.data() + (p * rows + x.first(t) - first_row) * kPanel;
             by_rows(x.first(t + 1) - x.first(t), [&](auto height) {
               constexpr int kRows = height();
-              auto add =
-                  width == kWide ? multiply_blocks<kRows, kWide, Matrix> : multiply_blocks<kRows, 1, Matrix>;
+              constexpr float kUnit = Matrix::kUnit;
+              constexpr bool kPacked = Matrix::kPacked;
+              auto add = width == kWide ? multiply_blocks<kRows, kWide, kUnit, kPacked>
+                                        : multiply_blocks<kRows, 1, kUnit, kPacked>;
               add(x.tile(t) + begin * kRows, blocks, count, ahead, sums, rows * kPanel);
             });
             for (const uint8_t*& at : ahead.panels) at += count * ahead.pace;

@@ -74,6 +74,8 @@ void linear_fp4(const T* x, const ScaledWeight& weight, const int64_t* ids, int6
       [&](int64_t pair) { return y + pair * weight.outputs; });
 }
 
+FOR_SHARED_PRODUCTS(MULTIPLY, bf16)
+FOR_SHARED_PRODUCTS(MULTIPLY, float)
 template void linear(const bf16*, const LinearWeight&, int64_t, bf16*);
 template void linear(const bf16*, const LinearWeight&, int64_t, float*);
 template void linear(const float*, const LinearWeight&, int64_t, bf16*);

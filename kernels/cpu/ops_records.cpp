@@ -11,7 +11,7 @@ namespace {
 
 int64_t rows_at_once(int64_t size) { return 8192 / (size + 1) + 1; }
 
-void check_tail(const char* op, int64_t size, int64_t tail) {
+void check_record_tail(const char* op, int64_t size, int64_t tail) {
   TORCH_CHECK(tail > 0 && tail < size, op, ": tail must lie in 1 .. ", size - 1, ", got ", tail);
 }
 
@@ -20,7 +20,7 @@ Tensor quantize_tail_op(const Tensor& x, int64_t tail) {
   check_floats(op, "x", x);
   TORCH_CHECK(x.dim() > 0, op, ": x must have at least one axis");
   int64_t size = x.size(-1);
-  check_tail(op, size, tail);
+  check_record_tail(op, size, tail);
   int64_t bytes = tail_record_bytes(size, tail);
   Tensor record = empty_with_last(x, bytes, at::kByte);
   by_dtype(x.scalar_type(), op, [&](auto* t) {
@@ -39,7 +39,7 @@ Tensor dequantize_tail_op(const Tensor& record, int64_t size, int64_t tail, Scal
   const char* op = "dequantize_tail";
   check_bytes(op, "record", record);
   TORCH_CHECK(record.dim() > 0, op, ": record must have at least one axis");
-  check_tail(op, size, tail);
+  check_record_tail(op, size, tail);
   int64_t bytes = tail_record_bytes(size, tail);
   TORCH_CHECK(record.size(-1) == bytes, op, ": record must have ", bytes, " bytes, got ", record.size(-1));
   Tensor y = empty_with_last(record, size, out_dtype);

@@ -5,6 +5,20 @@
 
 namespace deepinfer {
 
+// Products of experts are products of single layers too: both are compiled once, in linear.cpp.
+#define FOR_SHARED_PRODUCTS(each, out) \
+  each(PackedMatrix<Bf16Codec>, out)   \
+  each(PackedMatrix<FloatCodec>, out)  \
+  each(PackedMatrix<Fp4Codec>, out)    \
+  each(PlainMatrix<Bf16Rows>, out)     \
+  each(PlainMatrix<FloatRows>, out)    \
+  each(PlainMatrix<Fp4Rows>, out)
+#define MULTIPLY(matrix, out) template void multiply(const std::vector<Product<matrix, out>>&);
+#define MULTIPLY_ELSEWHERE(matrix, out) extern MULTIPLY(matrix, out)
+
+FOR_SHARED_PRODUCTS(MULTIPLY_ELSEWHERE, bf16)
+FOR_SHARED_PRODUCTS(MULTIPLY_ELSEWHERE, float)
+
 // As the two below, for weights without scales.
 template <class Body>
 void by_unquantised_form(const ScaledWeight& w, const Body& body) {
