@@ -51,7 +51,7 @@ class Detokenizer:
         """skip_special_tokens: whether special tokens, in the prompt too, add nothing to the text."""
         self._token_bytes = token_bytes
         self._skipped = token_bytes.special_token_ids if skip_special_tokens else frozenset()
-        self._first, self._strip_left = True, token_bytes.leading_strip.count
+        self._first, self._strip_left = True, token_bytes.leading_strip.times
         self._later = b""
         self.utf8 = Utf8Decoder()
         self._continue_prompt(prompt_token_ids)

@@ -33,7 +33,7 @@ class LeadingStrip(NamedTuple):
     """How many times a byte is taken off the beginning of the whole text."""
 
     byte: bytes
-    count: int
+    times: int
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -93,7 +93,7 @@ class TokenBytes:
                 )
 
     def _strips_leading_byte(self, stage: dict[str, Any]) -> bool:
-        once = self.leading_strip.count == 0
+        once = self.leading_strip.times == 0
         return once and stage["stop"] == 0 and stage["content"].isascii() and len(stage["content"]) == 1
 
     def _derive(self, token: str, first: bool) -> Piece:
