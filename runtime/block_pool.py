@@ -1,18 +1,19 @@
 """Pools of numbered cache units: blocks and state slots. Integers only; knows nothing of requests or memory.
 
-Id 0 is the unit that padding rows write to; it is never handed out. A unit has exactly one owner from
-`allocate` to `free`. Freed ids go to the tail of the free list, so a unit rests as long as possible before
-its next use and stale reads show up in tests rather than by luck seeing the right bytes.
+Id 0 is the unit that padding rows write to; it is never handed out. A unit is owned from `allocate` until
+every owner has freed it; `share` adds an owner (a fork shares the full blocks of its parent). Freed ids go to
+the tail of the free list, so a unit rests as long as possible before its next use and stale reads show up in
+tests rather than by luck seeing the right bytes.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from deepinfer.errors import ResourceError
 
 
 class BlockPool:
-    """Ids 1 .. num_units - 1, each either free or owned."""
+    """Ids 1 .. num_units - 1, each free or with one owner or more."""
 
     def __init__(self, num_units: int, name: str = "block") -> None:
         assert num_units >= 2, num_units
@@ -30,30 +31,44 @@ class BlockPool:
         """Units free now."""
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        """Units owned now, each counted once."""
+        return self.capacity - len(self._free)
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """Hands out `count` ids, all or none. Raises ResourceError where fewer are free."""
         assert count >= 0, count
         if count > len(self._free):
             raise ResourceError(f"{count} {self.name}s wanted, {len(self._free)} of {self.capacity} free")
         ids = tuple(self._free.popleft() for _ in range(count))
-        self._owned.update(ids)
+        self._owners.update(dict.fromkeys(ids, 1))
         return ids
 
-    def free(self, ids: Iterable[int]) -> None:
-        """Takes ids back. Each must be owned: freeing twice, or id 0, is a programmer's mistake."""
+    def share(self, ids: Iterable[int]) -> None:
+        """Adds an owner to each; all must be owned."""
         for unit in ids:
-            assert unit in self._owned, f"{self.name} {unit} is not owned"
-            self._owned.remove(unit)
-            self._free.append(unit)
+            assert unit in self._owners, f"{self.name} {unit} is not owned"
+            self._owners[unit] += 1
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Takes one owner from each. Freeing what is not owned, or id 0, is a programmer's mistake."""
+        for unit in ids:
+            assert unit in self._owners, f"{self.name} {unit} is not owned"
+            self._owners[unit] -= 1
+            if not self._owners[unit]:
+                del self._owners[unit]
+                self._free.append(unit)
 
     def reset(self) -> None:
         """Makes every unit free again; only when no owner remains."""
         self._free = deque(range(1, self.num_units))
-        self._owned: set[int] = set()
+        self._owners: dict[int, int] = {}
 
-    def check_integrity(self) -> None:
-        """Asserts that every id except 0 is in exactly one of the two sets."""
-        free = set(self._free)
+    def check_integrity(self, owned: Iterable[int]) -> None:
+        """Asserts that each id but 0 is free, or owned as often as `owned` (of all owners) has it."""
+        free, owners = set(self._free), Counter(owned)
         assert len(free) == len(self._free), f"a {self.name} is free twice"
-        assert not free & self._owned, f"{self.name}s both free and owned: {sorted(free & self._owned)}"
-        assert free | self._owned == set(range(1, self.num_units)), f"{self.name}s lost or invented"
+        assert not free & self._owners.keys(), f"{self.name}s both free and owned"
+        assert free | self._owners.keys() == set(range(1, self.num_units)), f"{self.name}s lost or invented"
+        assert owners == self._owners, f"{self.name}s and their owners disagree: {owners} {self._owners}"

@@ -10,6 +10,7 @@ an earlier owner are never visible. Arenas are anonymous memory maps: untouched 
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from deepinfer.artifacts.schema import CacheLayout, CacheRegion
 from deepinfer.errors import ResourceError
+from deepinfer.runtime.request import CacheState, StateCopy
 
 _DTYPES = {
     "uint8": torch.uint8,
@@ -33,6 +35,8 @@ class CacheArenas:
     blocks: Tensor  # uint8 [num_blocks * block_bytes]
     slots: Tensor  # uint8 [num_slots * slot_bytes]
     regions: dict[str, Tensor]  # in layout order: [num_blocks or num_slots, entries, *record_shape]
+    block_bytes: int
+    slot_bytes: int
 
     @classmethod
     def allocate(cls, layout: CacheLayout) -> "CacheArenas":
@@ -45,7 +49,37 @@ class CacheArenas:
             else _view(slots, layout.num_slots, layout.slot_bytes, region)
             for region in layout.regions
         }
-        return cls(blocks, slots, regions)
+        return cls(blocks, slots, regions, layout.block_bytes, layout.slot_bytes)
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Makes the copies in order: of a slot, and of a block where one is named."""
+        for each in copies:
+            self._slot(each.slot).copy_(self._slot(each.source_slot))
+            if each.block:
+                self._block(each.block).copy_(self._block(each.source_block))
+
+    def read(self, block_table: Sequence[int], slot_id: int) -> CacheState:
+        """The bytes of these blocks and this slot."""
+        blocks = b"".join(self._block(block).cpu().numpy().tobytes() for block in block_table)
+        return CacheState(blocks, self._slot(slot_id).cpu().numpy().tobytes())
+
+    def write(self, block_table: Sequence[int], slot_id: int, state: CacheState) -> None:
+        """Fills these blocks and this slot. Raises ResourceError where the sizes are of another artifact."""
+        if len(state.slot) != self.slot_bytes or len(state.blocks) != len(block_table) * self.block_bytes:
+            raise ResourceError(
+                "the cache contents of a request have other sizes than this artifact's caches",
+                action="hand requests only to engines of the same artifact",
+            )
+        self._slot(slot_id).copy_(_bytes_tensor(state.slot))
+        for place, block in enumerate(block_table):
+            start = place * self.block_bytes
+            self._block(block).copy_(_bytes_tensor(state.blocks[start : start + self.block_bytes]))
+
+    def _block(self, block: int) -> Tensor:
+        return self.blocks[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def _slot(self, slot_id: int) -> Tensor:
+        return self.slots[slot_id * self.slot_bytes : (slot_id + 1) * self.slot_bytes]
 
     @property
     def total_bytes(self) -> int:
@@ -64,6 +98,10 @@ def _allocate(num_bytes: int, what: str) -> Tensor:
             action="build the artifact with a smaller max_model_len or max_num_seqs",
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map alive
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _view(arena: Tensor, count: int, unit_bytes: int, region: CacheRegion) -> Tensor:

@@ -1,23 +1,32 @@
 """The step loop: the scheduler selects, the runner replays, the sampler draws, the scheduler commits.
 
-Owns the order of these and the clock. Knows nothing of text, files or graphs. One thread at a time.
+Owns the order of these and the clock. Knows nothing of text, files or graphs. One thread at a time; only
+`abort` may be called from another.
 """
 
 import secrets
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
-from deepinfer.runtime import sampler
+from deepinfer.errors import RequestError
 from deepinfer.runtime.model_runner import StepRunner
+from deepinfer.runtime.prompt_logprobs import forced_logprobs, prompt_logprobs
 from deepinfer.runtime.request import Batch, Request
+from deepinfer.runtime.sampler import CompiledSampler
+from deepinfer.runtime.sampler_interface import OK, STATUS_NAMES, Sampler
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.sampling_state import make_state
-from deepinfer.runtime.scheduler import Scheduler
+from deepinfer.runtime.scheduler import PREFILLED, Scheduler
+from deepinfer.runtime.scheduler_config import SchedulerConfig
+from deepinfer.runtime.seeds import derived_seed
 
 _COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
+_EARLY_ABORT_SECONDS = 60.0  # how long an abort waits for the request it overtook
+_PROMPT_LOGPROB_ROWS = 256  # rows of one piece, which bounds the memory of their logits
 
 
 class Engine:
@@ -27,80 +36,215 @@ class Engine:
     keyboard, call `abort_all`: it ends every request and takes all memory back, and the engine is as new.
     """
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        config: SchedulerConfig | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sampler: Sampler | None = None,
+    ) -> None:
+        """config: the policy of steps and memory. sampler: the compiled one by default."""
         self.runner = runner
-        self.scheduler = Scheduler(runner.limits)
+        self.sampler = sampler or CompiledSampler()
+        self.scheduler = Scheduler(runner.limits, config)
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
+        self._clock = clock
+        self._aborts: deque[str] = deque()  # filled by any thread
+        self._early_aborts: dict[str, float] = {}
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request is unfinished, or has ended and was not returned by `step` yet."""
         return self.scheduler.has_work
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if the request cannot be served; changes nothing."""
         self.scheduler.validate(prompt_token_ids, params)
 
-    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queues a request, drawing its seed if the parameters name none. Raises RequestError."""
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Request:
+        """Queues a request, drawing its seed if the parameters name none; its first choice is returned.
+
+        request_id: its name, unique among unfinished ones; made up by default. timeout: seconds after which
+        it ends, whatever it has. Raises RequestError.
+        """
+        if timeout is not None and not 0 < timeout < float("inf"):
+            raise RequestError(f"{timeout!r} is no number of seconds above 0", where="timeout")
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        request = self.scheduler.add(prompt_token_ids, params, seed)
-        limits = self.scheduler.limits
-        request.sampling_state = make_state(
-            params, request.prompt_token_ids, limits.eos_token_ids, limits.vocab_size
-        )
-        request.times["arrival"] = time.perf_counter()
+        now = self._clock()
+        deadline = None if timeout is None else now + timeout
+        request = self.scheduler.add(prompt_token_ids, params, seed, request_id=request_id, deadline=deadline)
+        self._prepare(request, now)
+        further = []
+        for choice in range(1, params.n):
+            own = self.scheduler.add(
+                request.prompt_token_ids,
+                params,
+                derived_seed(seed, choice),
+                request_id=f"{request.request_id}/{choice}",
+                deadline=deadline,
+                parent=request,
+                index=choice,
+            )
+            self._prepare(own, now)
+            further.append(own)
+        request.choices, request.num_seeds_derived = tuple(further), len(further)
+        if self._early_aborts.pop(request.request_id, -np.inf) > now - _EARLY_ABORT_SECONDS:
+            self._abort(request)
         return request
 
+    def add_prefilled(self, prefilled: Request, request_id: str | None = None) -> Request:
+        """Queues a request that a PROMPT engine of the same artifact has handed on. Raises RequestError."""
+        if prefilled.finish_reason != PREFILLED or prefilled.cache_state is None:
+            raise RequestError("this request was not handed on by a PROMPT engine", where="prefilled")
+        request = self.scheduler.add_prefilled(prefilled, request_id)
+        self._prepare(request, self._clock())
+        return request
+
+    def fork(self, request: Request, seed: int | None = None, request_id: str | None = None) -> Request:
+        """A further request that goes on from where a running one stands, sharing its memory.
+
+        seed: derived from the request's own by default. Raises RequestError if it does not decode, or there
+        is no room now.
+        """
+        if seed is None:
+            seed = derived_seed(request.seed, request.num_seeds_derived + 1)
+        child = self.scheduler.fork(request, seed, request_id)
+        request.num_seeds_derived += 1
+        self._prepare(child, self._clock())
+        return child
+
     def step(self) -> list[Request]:
-        """Runs one step; returns the requests that got a token or ended. Without work, does nothing."""
+        """Runs one step, if there is work; returns the requests that got a token or ended, each once.
+
+        Every request is returned exactly once with `finished` set, whatever ended it.
+        """
+        self._apply_aborts()
+        self.scheduler.expire(self._clock())
         batch = self.scheduler.schedule()
-        if batch is None:
-            return []
-        now = time.perf_counter()
-        for rows in batch.rows:
-            rows.request.times.setdefault("start", now)
-        logits = self.runner.run(batch)
-        result = self._sample(batch, logits)
-        errors = [None if code == sampler.OK else sampler.STATUS_NAMES[int(code)] for code in result.status]
-        updated = self.scheduler.commit(batch, result.token_ids.tolist(), errors)
-        for request, logprobs in zip(updated, result.logprobs, strict=bool(result.logprobs)):
-            if logprobs is not None:
-                request.logprobs.append(logprobs)
-        self._record(batch, updated, num_tokens=errors.count(None))
+        updated: list[Request] = []
+        if batch is not None:
+            now = self._clock()
+            for rows in batch.rows:
+                rows.request.times.setdefault("start", now)
+            logits = self.runner.run(batch)
+            for request in batch.loads:
+                request.cache_state = None
+            token_ids, errors = self._sample(batch, logits)
+            self._score_prompts(batch)
+            self._apply_aborts()
+            updated = self.scheduler.commit(batch, token_ids, errors)
+            if self.scheduler.prefilled:
+                self.scheduler.hand_on(self.runner.read_state)
+            self.counts[f"{batch.phase}_steps"] += 1
+            self.counts[f"{batch.phase}_rows"] += batch.num_rows
+            self.counts["tokens"] += errors.count(None)
+        ended = self.scheduler.take_ended()
+        seen = {id(request) for request in updated}
+        updated += [request for request in ended if id(request) not in seen]
+        self._stamp(updated)
         return updated
 
-    def abort(self, request: Request) -> None:
-        """Ends one request between two steps and takes its memory back."""
-        self.scheduler.abort(request)
+    def abort(self, request: Request | str) -> None:
+        """Ends a request and its further choices; without effect if it has ended.
+
+        A request itself ends at once, which is for the engine's own thread. An id may come from any
+        thread: it is applied by the next step; an id not known yet ends the request that brings it.
+        """
+        if isinstance(request, str):
+            self._aborts.append(request)
+        else:
+            self._abort(request)
 
     def abort_all(self) -> None:
         """Ends every request, whatever an exception interrupted."""
+        self._aborts.clear()
         self.scheduler.abort_all()
 
-    def _sample(self, batch: Batch, logits: Tensor) -> sampler.Sampled:
+    def _prepare(self, request: Request, now: float) -> None:
+        limits = self.scheduler.limits
+        request.sampling_state = make_state(
+            request.params, request.prompt_token_ids, limits.eos_token_ids, limits.vocab_size
+        )
+        request.times["arrival"] = now
+
+    def _abort(self, request: Request) -> None:
+        for own in (request, *request.choices):
+            self.scheduler.abort(own)
+
+    def _apply_aborts(self) -> None:
+        now = self._clock() if self._aborts or self._early_aborts else 0.0
+        while self._aborts:
+            name = self._aborts.popleft()
+            request = self.scheduler.get(name)
+            if request is None:
+                self._early_aborts[name] = now
+            else:
+                self._abort(request)
+        for name in [
+            name for name, since in self._early_aborts.items() if since <= now - _EARLY_ABORT_SECONDS
+        ]:
+            del self._early_aborts[name]
+
+    def _sample(self, batch: Batch, logits: Tensor) -> tuple[list[int], list[str | None]]:
+        """A token or the kind of an error for every sampled request; records log-probabilities."""
         requests = batch.sampled_requests
         for request in requests:
             if request.sampling_state is not None:
                 request.sampling_state.advance(request.output_token_ids)
-        return sampler.sample(
+        result = self.sampler.sample(
             logits,
             [request.params for request in requests],
             [request.num_tokens for request in requests],
             [request.seed for request in requests],
             [request.sampling_state for request in requests],
         )
+        token_ids = result.token_ids.tolist()
+        errors = [None if code == OK else STATUS_NAMES[code] for code in result.status.tolist()]
+        found = list(result.logprobs) or [None] * len(requests)
+        for row, request in enumerate(requests):
+            golden = request.params.golden_token_ids[len(request.output_token_ids) :][:1]
+            if golden and errors[row] is None and golden[0] != token_ids[row]:
+                token_ids[row] = golden[0]
+                if request.params.logprobs is not None:
+                    found[row] = forced_logprobs(
+                        logits[row], golden[0], request.params, request.sampling_state
+                    )
+            if request.params.max_tokens and (logprobs := found[row]) is not None:
+                request.logprobs.append(logprobs)
+        return token_ids, errors
 
-    def _record(self, batch: Batch, updated: Sequence[Request], num_tokens: int) -> None:
-        now = time.perf_counter()
+    def _score_prompts(self, batch: Batch) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's rows, where they are asked for."""
+        first = 0
+        for scheduled in batch.rows:
+            request, begin = scheduled.request, first
+            first += scheduled.count
+            if request.params.prompt_logprobs is None or request.index:
+                continue
+            if not request.prompt_logprobs:
+                request.prompt_logprobs.append(None)  # nothing comes before the first token
+            start = max(scheduled.start, len(request.prompt_logprobs) - 1)  # what was scored stays
+            end = min(scheduled.start + scheduled.count, request.num_prompt_tokens - 1)
+            for piece in range(start, end, _PROMPT_LOGPROB_ROWS):
+                places = np.arange(piece, min(piece + _PROMPT_LOGPROB_ROWS, end))
+                logits = self.runner.logits_of_rows(places - scheduled.start + begin)
+                targets = request.prompt_token_ids[piece + 1 : piece + 1 + len(places)]
+                request.prompt_logprobs += prompt_logprobs(logits, targets, request.params)
+
+    def _stamp(self, updated: Sequence[Request]) -> None:
+        now = self._clock()
         for request in updated:
             if request.output_token_ids:
                 request.times.setdefault("first_token", now)
             if request.finished:
                 request.times["end"] = now
-        self.counts[f"{batch.phase}_steps"] += 1
-        self.counts[f"{batch.phase}_rows"] += batch.num_rows
-        self.counts["tokens"] += num_tokens
 
 
 def timing_seconds(request: Request) -> dict[str, float]:

@@ -3,8 +3,10 @@
 Plain data and one order of precedence; knows nothing of how a reason is found.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
+
+from deepinfer.runtime.sampling_params import SamplingParams
 
 STOP: Final = "stop"
 LENGTH: Final = "length"
@@ -41,6 +43,20 @@ class Finish(NamedTuple):
     finish_reason: str  # "stop", "length", "abort", "error"
     stop_reason: int | str | None  # the stop string or stop token, the kind of error, "timeout"
     triggers: tuple[Trigger, ...]  # all that came true, the one that counts first
+
+
+def token_triggers(
+    token_id: int, num_output_tokens: int, params: SamplingParams, eos_token_ids: Sequence[int]
+) -> list[Trigger]:
+    """The reasons to end that a request's newest token brings by itself."""
+    found = []
+    if token_id in eos_token_ids and not params.ignore_eos:
+        found.append(Trigger("eos"))
+    if token_id in params.stop_token_ids:
+        found.append(Trigger("stop_token", token_id))
+    if num_output_tokens >= params.max_tokens:
+        found.append(Trigger("max_tokens"))
+    return found
 
 
 def decide(triggers: Iterable[Trigger]) -> Finish | None:

@@ -16,13 +16,14 @@ from tqdm import tqdm
 from deepinfer.artifacts import TrustStore
 from deepinfer.errors import RequestError, UsageError
 from deepinfer.runtime.engine import Engine, timing_seconds
+from deepinfer.runtime.finish import STOP
 from deepinfer.runtime.limits import Limits
 from deepinfer.runtime.loader import load_artifact
 from deepinfer.runtime.outputs import CompletionOutput, RequestOutput
 from deepinfer.runtime.prompts import Prompt, PromptLike, parse_params, parse_prompts
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sampling_params import SamplingParams
-from deepinfer.runtime.scheduler import STOP
+from deepinfer.runtime.scheduler_config import SchedulerConfig
 from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_passively
 
 logger = logging.getLogger("deepinfer")
@@ -46,7 +47,7 @@ class LLM:
     artifact_dir: directory that deepinfer-compile wrote. num_threads: threads of the numerics, set once for
     the process; a thread per physical core of this process by default. max_num_seqs: run at most so many
     requests at a time, up to what the artifact was built for. trust_store: whose artifacts to run; the user's
-    own store by default.
+    own store by default. scheduler_config: the policy of steps and memory.
 
     Raises ArtifactError and its kinds, ResourceError and UsageError. `generate` may be called from several
     threads: calls wait for each other.
@@ -59,6 +60,7 @@ class LLM:
         num_threads: int | None = None,
         max_num_seqs: int | None = None,
         trust_store: TrustStore | None = None,
+        scheduler_config: SchedulerConfig | None = None,
     ) -> None:
         self.num_threads = checked_num_threads(num_threads)
         torch.set_num_threads(self.num_threads)
@@ -71,7 +73,7 @@ class LLM:
         self._loaded = load_artifact(artifact_dir, trust_store)
         runner = self._loaded.runner
         runner.limits = _limited(runner.limits, max_num_seqs)
-        self._engine = Engine(runner)
+        self._engine = Engine(runner, scheduler_config)
         self._lock = threading.Lock()
         logger.info("loaded %s\n%s", self.artifact_id, self._loaded.report.summary())
 
@@ -162,28 +164,43 @@ class LLM:
         return dataclasses.replace(params, bad_words=tuple(words))
 
     def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
+        params = request.params
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(self._completion(own) for own in (request, *request.choices)),
+            finished=all(own.finished for own in (request, *request.choices)),
+            seed=request.seed,
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(request.prompt_logprobs),
+            timing_seconds=timing_seconds(request),
+        )
+
+    def _completion(self, request: Request) -> CompletionOutput:
         token_ids = tuple(request.output_token_ids)
         text = None
         if self._loaded.tokenizer is not None:
             visible = token_ids[:-1] if request.finish_reason == STOP else token_ids
             text = self._loaded.tokenizer.decode(visible)
-        completion = CompletionOutput(0, text, token_ids, request.finish_reason, request.stop_reason)
-        if request.params.logprobs is not None:
-            of_tokens = zip(token_ids, request.logprobs, strict=True)
-            completion = dataclasses.replace(
-                completion,
-                logprobs=tuple(request.logprobs),
-                logprobs_mode=request.params.logprobs_mode,
-                cumulative_logprob=sum((entry[token].logprob for token, entry in of_tokens), 0.0),
-            )
-        return RequestOutput(
-            request_id=str(request.request_id),
-            prompt=prompt.text,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=(completion,),
-            finished=request.finished,
+        completion = CompletionOutput(
+            request.index,
+            text,
+            token_ids,
+            request.finish_reason,
+            request.stop_reason,
             seed=request.seed,
-            timing_seconds=timing_seconds(request),
+            num_positions_processed=request.num_positions_processed,
+            num_preemptions=request.num_preemptions,
+            num_peak_blocks=request.num_peak_blocks,
+        )
+        if request.params.logprobs is None:
+            return completion
+        of_tokens = zip(token_ids, request.logprobs, strict=True)
+        return dataclasses.replace(
+            completion,
+            logprobs=tuple(request.logprobs),
+            logprobs_mode=request.params.logprobs_mode,
+            cumulative_logprob=sum((entry[token].logprob for token, entry in of_tokens), 0.0),
         )
 
 

@@ -133,7 +133,7 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
         with report.part("caches") as sizes:
             arenas = CacheArenas.allocate(manifest.cache)
             sizes.append(arenas.total_bytes)
-            runner = CpuModelRunner(limits, graphs, arenas.regions)
+            runner = CpuModelRunner(limits, graphs, arenas.regions, arenas=arenas)
             _check_inputs(artifact, graphs, runner)
         with report.part("tokenizer") as sizes:
             tokenizer = None

@@ -6,6 +6,7 @@ through NumPy views, so a step allocates no inputs and a replay always reads the
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.runtime.caches import CacheArenas
 from deepinfer.runtime.limits import Limits, smallest_bucket
-from deepinfer.runtime.request import Batch
+from deepinfer.runtime.request import Batch, CacheState, Request, StateCopy
 
 PREFILL, DECODE, LOGITS = "prefill", "decode", "logits"
 _NO_BLOCKS: tuple[int, ...] = ()
@@ -36,7 +38,18 @@ class StepRunner(Protocol):
     limits: Limits
 
     def run(self, batch: Batch) -> Tensor:
-        """float32 logits [len(batch.sampled_requests), vocab], valid until the next call."""
+        """float32 logits [len(batch.sampled_requests), vocab], valid until the next call.
+
+        Before the step, fills what `batch.loads` and `batch.copies` say.
+        """
+        ...
+
+    def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """float32 logits [len(rows), vocab] of rows of the last batch, valid until the next call."""
+        ...
+
+    def read_state(self, request: Request) -> CacheState:
+        """What the caches hold of a request."""
         ...
 
 
@@ -109,14 +122,18 @@ class CpuModelRunner:
         graphs: Mapping[str, Graph],
         regions: Mapping[str, Tensor],
         memory: Callable[[int], Tensor] | None = None,
+        arenas: CacheArenas | None = None,
     ) -> None:
         """graphs: by name, `decode-4`; regions: cache views in layout order, mutated by every step.
 
-        The inputs of every graph lie in `memory(size)`, int64 on the host; by default anywhere.
+        arenas: where the regions lie; without them no request can be forked or handed on. The inputs of
+        every graph lie in `memory(size)`, int64 on the host; by default anywhere.
         """
         self.limits = limits
         self._graphs = graphs
         self._regions = list(regions.values())
+        self._arenas = arenas
+        self._last_hidden = torch.empty((0, 0))
         self._buffers: dict[tuple[str, int], StepBuffers] = {}
         for phase, buckets in ((PREFILL, limits.prefill_buckets), (DECODE, limits.decode_buckets)):
             for bucket in buckets:
@@ -132,8 +149,38 @@ class CpuModelRunner:
     def run(self, batch: Batch) -> Tensor:
         """Computes a batch; returns float32 logits [len(batch.sampled_requests), vocab], in row order."""
         self.fill_step(batch)
-        hidden = self.replay(batch.phase, batch.bucket)[0]
-        return self._logits_of(hidden, sampled_rows(batch))
+        self._prepare_caches(batch)
+        self._last_hidden = self.replay(batch.phase, batch.bucket)[0]
+        return self._logits_of(self._last_hidden, sampled_rows(batch))
+
+    def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """float32 logits [len(rows), vocab] of rows of the last batch; valid until the next call."""
+        return self._logits_of(self._last_hidden, rows)
+
+    def read_state(self, request: Request) -> CacheState:
+        """What the caches hold of a request."""
+        return self._state().read(request.block_table, request.slot_id)
+
+    def _prepare_caches(self, batch: Batch) -> None:
+        for request in batch.loads:
+            assert request.cache_state is not None, request.request_id
+            self._state().write(request.block_table, request.slot_id, request.cache_state)
+        if batch.copies:
+            self._check_copies(batch.copies)
+            self._state().copy(batch.copies)
+
+    def _state(self) -> CacheArenas:
+        assert self._arenas is not None, "the runner was made without its arenas"
+        return self._arenas
+
+    def _check_copies(self, copies: Sequence[StateCopy]) -> None:
+        """Raises AssertionError for an id out of range, which would copy foreign memory."""
+        for each in copies:
+            slots, blocks = (each.source_slot, each.slot), (each.source_block, each.block)
+            if not all(0 < slot < self.limits.num_slots for slot in slots) or not (
+                blocks == (0, 0) or all(0 < block < self.limits.num_blocks for block in blocks)
+            ):
+                raise AssertionError(f"a copy between caches that do not exist: {each}")
 
     def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
         """Runs the graph of `phase` at `bucket` on its static buffers as they are filled now."""
@@ -229,7 +276,9 @@ class CpuModelRunner:
         if any(table is not old for table, old in zip(tables, buffers.lines, strict=False)):
             blocks = np.concatenate([np.array(table, dtype=np.int64) for table in tables])
             faults["block ids"] = blocks.min() < 1 or blocks.max() >= limits.num_blocks
-            faults["shared blocks"] = len(np.unique(blocks)) != len(blocks)
+            faults["shared blocks"] = len(np.unique(blocks)) != len(blocks) and _writes_shared(
+                batch, limits.block_tokens
+            )
         if any(faults.values()):
             wrong = ", ".join(name for name, fault in faults.items() if fault)
             raise AssertionError(f"a {batch.phase} step of {len(batch.rows)} requests has wrong {wrong}")
@@ -264,7 +313,19 @@ class CpuModelRunner:
 
 
 def sampled_rows(batch: Batch) -> NDArray[np.int64]:
-    """Indices of the rows that give a token: the newest row of each request that is reached."""
+    """Indices of the rows that give a token: the newest of each request that is reached, again per fork."""
     ends = np.cumsum([rows.count for rows in batch.rows]) - 1
-    makes_token = np.array([rows.makes_token for rows in batch.rows], dtype=bool)
-    return ends[makes_token]
+    times = [1 + len(rows.forks) if rows.makes_token else 0 for rows in batch.rows]
+    return np.repeat(ends, times)
+
+
+def _writes_shared(batch: Batch, block_tokens: int) -> bool:
+    """Whether a block that a row writes to is in more than one table: forks share only what is full."""
+    users = Counter(block for rows in batch.rows for block in rows.request.block_table)
+    return any(
+        users[block] > 1
+        for rows in batch.rows
+        for block in rows.request.block_table[
+            rows.start // block_tokens : (rows.start + rows.count - 1) // block_tokens + 1
+        ]
+    )

@@ -18,7 +18,7 @@ Logprobs = dict[int, Logprob]  # token id -> of one generated token: the token i
 class CompletionOutput:
     """One generated continuation."""
 
-    index: int  # always 0: one continuation per request
+    index: int  # place among the `n` of one prompt
     text: str | None  # decoded output without the token that stopped it; None without a tokenizer
     token_ids: tuple[int, ...]  # every generated token, the one that stopped it included
     finish_reason: str | None  # "stop", "length", "error", "abort"; None while it runs
@@ -26,6 +26,10 @@ class CompletionOutput:
     logprobs: tuple[Logprobs, ...] | None = None  # one per token id; None unless asked for
     logprobs_mode: str | None = None  # "processed" or "raw"; None without logprobs
     cumulative_logprob: float | None = None  # sum over the generated tokens; None without logprobs
+    seed: int = 0  # the one in use: with it as a parameter a request of one continuation gives this one
+    num_positions_processed: int = 0  # rows the model computed for it, those computed again included
+    num_preemptions: int = 0  # how often it gave its memory up and was computed again
+    num_peak_blocks: int = 0  # the most cache blocks it held at once, those it shared included
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None if the prompt came as token ids
     prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
+    outputs: tuple[CompletionOutput, ...]  # `n` of them, by index
     finished: bool
     seed: int  # the one in use: with it as a parameter the request gives the same tokens again
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # one per prompt token, the first None
     timing_seconds: dict[str, float] = field(default_factory=dict)  # queue, first_token, decode, total

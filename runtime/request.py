@@ -10,16 +10,26 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from deepinfer.runtime.finish import Trigger
 from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.sampling_state import SamplingState
 
 
-class RequestStatus(enum.Enum):
-    """Where a request stands. Blocks and a slot are held in RUNNING only."""
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """What a request has in the caches, as bytes that another engine of the same artifact can load."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
+    blocks: bytes
+    slot: bytes
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. A slot and blocks are held in PREFILLING and RUNNING only."""
+
+    WAITING = "waiting"  # new, or preempted and to be computed again
+    PREFILLING = "prefilling"  # in or between the chunks of its prompt
+    RUNNING = "running"  # only its newest token is to be computed
     FINISHED = "finished"
 
 
@@ -27,20 +37,32 @@ class RequestStatus(enum.Enum):
 class Request:
     """One prompt and its progress. Identity, not content, makes two requests equal."""
 
-    request_id: int
+    request_id: str  # the caller's, or made from the arrival
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int  # the seed of the parameters, or the one drawn at admission
+    seed: int  # the seed of the parameters, or the one drawn at admission, or derived from the parent's
+    arrival: int = 0  # rises from one request to the next: the order of service
+    deadline: float | None = None  # on the engine's clock
+    parent: "Request | None" = None  # of a fork or a further choice: the request it copies its beginning from
+    index: int = 0  # place among the choices of one prompt
+    choices: "tuple[Request, ...]" = ()  # of the first choice: the further ones
+    num_seeds_derived: int = 0  # of its own seed, for further choices and forks
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)  # one per output token, if asked for
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)  # one per prompt token, if asked for
     sampling_state: SamplingState | None = None  # None: the parameters look at no token
     num_computed_tokens: int = 0
     block_table: tuple[int, ...] = ()  # replaced, never changed in place: the runner compares identity
     slot_id: int = 0  # 0: none
-    finish_reason: str | None = None  # "stop", "length", "error", "abort"
-    stop_reason: int | str | None = None  # the stop token of the request, or the kind of error
+    cache_state: "CacheState | None" = None  # contents that another engine computed, until they are loaded
+    finish_reason: str | None = None  # "stop", "length", "error", "abort", "prefilled"
+    stop_reason: int | str | None = None  # the stop token of the request, the kind of error, or "timeout"
+    triggers: tuple[Trigger, ...] = ()  # all reasons to end that its last token brought
     times: dict[str, float] = field(default_factory=dict)  # event -> seconds on a monotonic clock
+    num_preemptions: int = 0
+    num_positions_processed: int = 0  # rows the model computed for it, those computed again included
+    num_peak_blocks: int = 0  # the most blocks it held at once, shared ones included
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,6 +89,11 @@ class Request:
         """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
+    def take_outputs(self, other: "Request") -> None:
+        """Goes on from what another request has made."""
+        self.output_token_ids = list(other.output_token_ids)
+        self.logprobs, self.prompt_logprobs = list(other.logprobs), list(other.prompt_logprobs)
+
     def tokens(self, start: int, count: int) -> Sequence[int]:
         """Token ids at positions start .. start + count - 1, from the prompt and then the output."""
         prompt_len = len(self.prompt_token_ids)
@@ -78,12 +105,23 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Cache bytes that a fork gets from its parent before the next step: its slot, and its unfilled block."""
+
+    source_slot: int
+    slot: int
+    source_block: int = 0  # 0: the parent's last block is full, so nothing but the slot is copied
+    block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRows:
     """`count` consecutive token positions of one request, from position `start`."""
 
     request: Request
     start: int
     count: int
+    forks: tuple[Request, ...] = ()  # further choices, which draw their first token from the same last row
 
     @property
     def makes_token(self) -> bool:
@@ -98,6 +136,8 @@ class Batch:
     phase: str  # "prefill" or "decode"
     bucket: int  # token rows of the graph, at least num_rows
     rows: tuple[ScheduledRows, ...]
+    loads: tuple[Request, ...] = ()  # cache contents to be written before the graph runs
+    copies: tuple[StateCopy, ...] = ()  # then these, in order
 
     @property
     def num_rows(self) -> int:
@@ -106,5 +146,10 @@ class Batch:
 
     @property
     def sampled_requests(self) -> list[Request]:
-        """The requests that get a token from this step, in row order."""
-        return [scheduled.request for scheduled in self.rows if scheduled.makes_token]
+        """The requests that get a token from this step, in row order, each with its forks behind it."""
+        return [
+            request
+            for scheduled in self.rows
+            if scheduled.makes_token
+            for request in (scheduled.request, *scheduled.forks)
+        ]

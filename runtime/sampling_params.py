@@ -16,6 +16,7 @@ MIN_TEMPERATURE = 1e-5  # below it, logits divided by the temperature leave the 
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
+MAX_CHOICES = 64
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MIN_REPETITION, MAX_REPETITION = 1e-6, 1e6  # what float32 logits stand
@@ -26,7 +27,8 @@ LOGPROBS_MODES: Final = ("processed", "raw")
 class SamplingParams:
     """Sampling parameters of one request.
 
-    max_tokens: the most tokens to generate, at least 1.
+    n: how many answers to give, 1 to 64. The first uses the seed itself, the others seeds made of it.
+    max_tokens: the most tokens to generate, at least 1; with prompt_logprobs also 0.
     min_tokens: before so many tokens the model's end tokens and `stop_token_ids` are not generated.
     temperature: 0 is greedy (lowest id among equal logits); a value between 0 and 1e-5 counts as 1e-5.
     top_k: keep what reaches the k-th largest logit, equal ones included; 0 or -1 keeps all.
@@ -41,6 +43,9 @@ class SamplingParams:
     allowed_token_ids: if given, no other id is generated.
     bad_words: texts, or lists of token ids, that are not generated; text needs the artifact's tokenizer.
     logprobs: 0 to 20; report the log-probability of each token and of so many of the best. None: of none.
+    prompt_logprobs: 0 to 20; the same for each token of the prompt but the first, of the model with the
+        request's temperature, top_k, top_p and min_p. None: of none.
+    golden_token_ids: a continuation to follow whatever is drawn, for as long as it goes; stop rules apply.
     logprobs_mode: "processed" (of what the token was drawn from) or "raw" (of the model's own logits).
     seed: 0 to 2**64 - 1; None draws one at admission, which the result then names. The seed alone, not the
         place in a list or a batch, decides the draws: two prompts with one seed use the same random stream.
@@ -52,6 +57,7 @@ class SamplingParams:
     RequestError.
     """
 
+    n: int
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -65,6 +71,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None
     bad_words: tuple[str | tuple[int, ...], ...]
     logprobs: int | None
+    prompt_logprobs: int | None
+    golden_token_ids: tuple[int, ...]
     logprobs_mode: str
     seed: int | None
     ignore_eos: bool
@@ -74,6 +82,7 @@ class SamplingParams:
     def __init__(
         self,
         *,
+        n: int = 1,
         max_tokens: int = 16,
         min_tokens: int = 0,
         temperature: float = 1.0,
@@ -87,6 +96,8 @@ class SamplingParams:
         allowed_token_ids: Iterable[int] | None = None,
         bad_words: Iterable[str | Iterable[int]] | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        golden_token_ids: Iterable[int] | None = None,
         logprobs_mode: str = "processed",
         seed: int | None = None,
         ignore_eos: bool = False,
@@ -108,8 +119,9 @@ class SamplingParams:
                 f"{logprobs_mode!r} is no mode", where="logprobs_mode", action=f"allowed: {allowed}"
             )
         repetition = _number("repetition_penalty", repetition_penalty, MIN_REPETITION, MAX_REPETITION)
-        limit = _integer("max_tokens", max_tokens, low=1)
+        limit = _integer("max_tokens", max_tokens, low=1 if prompt_logprobs is None else 0)
         checked = {
+            "n": _integer("n", n, low=1, high=MAX_CHOICES),
             "max_tokens": limit,
             "min_tokens": _integer("min_tokens", min_tokens, low=0, high=limit),
             "temperature": _temperature(temperature),
@@ -122,9 +134,11 @@ class SamplingParams:
             "logit_bias": _logit_bias(logit_bias),
             "allowed_token_ids": _allowed(allowed_token_ids),
             "bad_words": _bad_words(bad_words),
-            "logprobs": None
-            if logprobs is None
-            else _integer("logprobs", logprobs, low=0, high=MAX_LOGPROBS),
+            "logprobs": _count("logprobs", logprobs),
+            "prompt_logprobs": _count("prompt_logprobs", prompt_logprobs),
+            "golden_token_ids": ()
+            if golden_token_ids is None
+            else _sequence("golden_token_ids", golden_token_ids),
             "logprobs_mode": logprobs_mode,
             "seed": None if seed is None else _integer("seed", seed, low=0, high=MAX_SEED),
             "ignore_eos": ignore_eos,
@@ -156,6 +170,7 @@ class SamplingParams:
         """Parameters that name token ids, each with its largest; text among `bad_words` has none."""
         sequences = {
             "stop_token_ids": self.stop_token_ids,
+            "golden_token_ids": self.golden_token_ids,
             "logit_bias": [token for token, _ in self.logit_bias],
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words": [token for word in self.bad_words if not isinstance(word, str) for token in word],
@@ -175,6 +190,10 @@ def _integer(name: str, value: object, *, low: int, high: int | None = None) -> 
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
         raise RequestError(f"{number} is out of range", where=name, action=f"allowed: {allowed}")
     return number
+
+
+def _count(name: str, value: object) -> int | None:
+    return None if value is None else _integer(name, value, low=0, high=MAX_LOGPROBS)
 
 
 def _float(name: str, value: object) -> float:

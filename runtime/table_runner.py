@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer.runtime.limits import Limits
 from deepinfer.runtime.model_runner import sampled_rows
-from deepinfer.runtime.request import Batch, ScheduledRows
+from deepinfer.runtime.request import Batch, CacheState, Request, ScheduledRows
 
 WINDOW: Final = 4  # newest positions that a slot remembers
 _TABLE_ROWS = 1021
@@ -51,6 +51,8 @@ class TableRunner:
     def run(self, batch: Batch) -> Tensor:
         """float32 scores for `sampled_rows(batch)`, in row order."""
         self._check(batch)
+        self._prepare_caches(batch)
+        self._last_batch = batch
         for rows in batch.rows:
             positions = np.arange(rows.start, rows.start + rows.count)
             tokens = np.asarray(rows.request.tokens(rows.start, rows.count), np.int64)
@@ -59,14 +61,25 @@ class TableRunner:
             self._blocks[table[positions // size], positions % size] = tokens
             newest = positions[-WINDOW:]
             self._slots[rows.request.slot_id, newest % WINDOW] = tokens[-WINDOW:]
-        wanted = set(sampled_rows(batch).tolist())
-        found: list[NDArray[np.float32]] = []
+        return self.logits_of_rows(sampled_rows(batch))
+
+    def logits_of_rows(self, rows: _Ids) -> Tensor:
+        """float32 scores [len(rows), vocab] of these rows of the last batch."""
+        wanted = rows.tolist()
+        found: dict[int, NDArray[np.float32]] = {}
         first = 0
-        for rows in batch.rows:
-            places = [rows.start + row for row in range(rows.count) if first + row in wanted]
-            found += [self._score(ids) for ids in self._contexts(rows, places)]
-            first += rows.count
-        return torch.from_numpy(np.array(found, np.float32).reshape(-1, self.limits.vocab_size))
+        for scheduled in self._last_batch.rows:
+            own = [row for row in range(scheduled.count) if first + row in wanted]
+            contexts = self._contexts(scheduled, [scheduled.start + row for row in own])
+            found |= {first + row: self._score(ids) for row, ids in zip(own, contexts, strict=True)}
+            first += scheduled.count
+        scores = np.array([found[row] for row in wanted], np.float32)
+        return torch.from_numpy(scores.reshape(-1, self.limits.vocab_size))
+
+    def read_state(self, request: Request) -> CacheState:
+        """What the caches hold of a request."""
+        blocks = self._blocks[np.asarray(request.block_table, np.int64)]
+        return CacheState(blocks.tobytes(), self._slots[request.slot_id].tobytes())
 
     def scores(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """The same scores without a cache: float32 `[len(token_ids), vocab]`, row i for the token after i."""
@@ -85,6 +98,18 @@ class TableRunner:
             "dtype": "float32",
             "parameters_sha256": hashlib.sha256(self.table.tobytes()).hexdigest(),
         }
+
+    def _prepare_caches(self, batch: Batch) -> None:
+        for request in batch.loads:
+            state = request.cache_state
+            assert state is not None, request.request_id
+            blocks = np.frombuffer(state.blocks, np.int64).reshape(-1, self.limits.block_tokens)
+            self._blocks[np.asarray(request.block_table, np.int64)] = blocks
+            self._slots[request.slot_id] = np.frombuffer(state.slot, np.int64)
+        for copy in batch.copies:
+            self._slots[copy.slot] = self._slots[copy.source_slot]
+            if copy.block:
+                self._blocks[copy.block] = self._blocks[copy.source_block]
 
     def _contexts(self, rows: ScheduledRows, places: Sequence[int]) -> list[_Ids]:
         """Token ids up to each of these positions of a request, as its cache holds them now."""

@@ -43,13 +43,27 @@ def test_freeing_what_is_not_owned_is_a_mistake(unit: int) -> None:
 
 
 def test_integrity_check_sees_double_and_lost_units() -> None:
-    twice, lost, both = BlockPool(4), BlockPool(4), BlockPool(4)
+    twice, lost, both, foreign = BlockPool(4), BlockPool(4), BlockPool(4), BlockPool(4)
     twice._free.append(2)
     lost._free.remove(2)
-    both._owned.add(2)
-    for pool in (twice, lost, both):
+    both._owners[2] = 1
+    foreign.allocate(1)
+    for pool, owned in ((twice, []), (lost, []), (both, [2]), (foreign, []), (foreign, [1, 1])):
         with pytest.raises(AssertionError):
-            pool.check_integrity()
+            pool.check_integrity(owned)
+
+
+def test_shared_unit_is_free_when_its_last_owner_is_gone() -> None:
+    pool = BlockPool(4)
+    ids = pool.allocate(2)
+    pool.share(ids[:1])
+    pool.check_integrity([*ids, ids[0]])
+    pool.free(ids)
+    assert pool.num_free == 2 and pool.num_used == 1
+    pool.free(ids[:1])
+    assert pool.num_free == 3
+    with pytest.raises(AssertionError, match="not owned"):
+        pool.share([1])
 
 
 @given(st.lists(st.integers(0, 6), max_size=60), st.randoms(use_true_random=False))
@@ -60,9 +74,9 @@ def test_random_use_keeps_the_partition(wishes: list[int], random) -> None:  # n
             held.append(pool.allocate(wish))
         elif held:
             pool.free(held.pop(random.randrange(len(held))))
-        pool.check_integrity()
+        pool.check_integrity(unit for ids in held for unit in ids)
         owned = [unit for ids in held for unit in ids]
         assert len(owned) == len(set(owned)) == pool.capacity - pool.num_free
     pool.reset()
-    pool.check_integrity()
+    pool.check_integrity([])
     assert pool.num_free == pool.capacity

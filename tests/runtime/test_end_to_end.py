@@ -187,13 +187,14 @@ def test_request_without_numbers_ends_alone(recorder: Recorder, monkeypatch: pyt
     expected = recorder.generate(prompts, params)
     runner = recorder.llm._engine.runner
     original = runner._graphs["logits-4"]
-    calls: list[int] = []
+    counts, poisoned = recorder.llm._engine.counts, []
+    third = counts["decode_steps"] + 2
 
     class Poisoned:
         def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             logits = original.run(inputs)[0].clone()
-            calls.append(len(calls))
-            if len(calls) == 4 + 3:  # prefills of the four, then the third decode step
+            if counts["decode_steps"] == third and not poisoned:
+                poisoned.append(True)
                 logits[1, 5] = float("nan")
             return [logits]
 

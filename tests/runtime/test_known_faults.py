@@ -15,7 +15,6 @@ from deepinfer.artifacts import open_artifact
 from deepinfer.errors import RequestError
 from deepinfer.graphs.eager import eager_logits
 from deepinfer.runtime.llm import LLM
-from deepinfer.runtime.request import Batch, Request
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler import Scheduler
 
@@ -49,19 +48,15 @@ class ChunkCutter:
     """Makes every scheduler cut prompts into chunks of the given sizes, taken in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch, self._original = monkeypatch, Scheduler._prefill_batch
+        self._patch = monkeypatch
 
     def __call__(self, sizes: Sequence[int]) -> None:
-        original, cycle = self._original, itertools.cycle(sizes)
+        cycle = itertools.cycle(sizes)
 
-        def cut(scheduler: Scheduler, request: Request) -> Batch:
-            batch = original(scheduler, request)
-            rows = batch.rows[0]
-            return dataclasses.replace(
-                batch, rows=(dataclasses.replace(rows, count=min(rows.count, next(cycle))),)
-            )
+        def budget(scheduler: Scheduler) -> int:
+            return min(next(cycle), scheduler.limits.prefill_buckets[-1])
 
-        self._patch.setattr(Scheduler, "_prefill_batch", cut)
+        self._patch.setattr(Scheduler, "_prefill_budget", budget)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (2,), (3,), (4,), (1, 2, 3, 4), (15, 16, 17, 32)])
@@ -124,7 +119,7 @@ def test_padding_rows_write_to_nobody(recorder: Recorder) -> None:
     """Three live rows in a bucket of four: only their own units, and number 0, change in a decode step."""
     engine, arenas = recorder.llm._engine, recorder.llm._loaded.arenas
     layout = recorder.llm._loaded.manifest.cache
-    requests = [engine.add_request(make_prompt(length, seed=9), greedy(8)) for length in (5, 16, 33)]
+    requests = [engine.add_request(make_prompt(length, seed=9), greedy(40)) for length in (5, 16, 33)]
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
     before = arenas.blocks.clone(), arenas.slots.clone()
@@ -176,15 +171,15 @@ def test_abort_between_prefill_chunks_gives_everything_back(recorder: Recorder, 
     neighbour = engine.add_request(make_prompt(5, seed=12), greedy(200))
     while not neighbour.output_token_ids:
         engine.step()
-    free = engine.scheduler.blocks.num_free, engine.scheduler.slots.num_free
     for _ in range(50):
         request = engine.add_request(prompt, params)
-        for _ in range(chunks_done):
+        while request.num_computed_tokens < 16 * chunks_done:
             engine.step()
         assert request.num_computed_tokens == 16 * chunks_done and not request.output_token_ids
         engine.abort(request)
         engine.scheduler.check_integrity()
-        assert (engine.scheduler.blocks.num_free, engine.scheduler.slots.num_free) == free
+        assert engine.scheduler.blocks.num_used == len(neighbour.block_table)
+        assert engine.scheduler.slots.num_used == (not neighbour.finished)
     while engine.has_work:
         engine.step()
     assert recorder.generate([prompt], params)[0].digest == expected.digest
@@ -262,7 +257,7 @@ def test_request_that_no_pool_could_hold_is_refused_and_does_not_block_the_next(
         {"logit_bias": {"517": 5}},
         {"min_tokens": 17},
         {"stop": [""]},
-        {"n": 2},
+        {"n": 0},
         {"stop_token_ids": [512]},
         {"stop_token_ids": [-1]},
         {"temperature": float("inf")},

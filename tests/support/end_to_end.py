@@ -62,7 +62,7 @@ class Recorder:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._rows: dict[int, list[NDArray[np.float32]]] = {}
+        self._rows: dict[str, list[NDArray[np.float32]]] = {}
         self._run = llm._engine.runner.run
         llm._engine.runner.run = self._record  # type: ignore[method-assign]
 
@@ -85,7 +85,7 @@ class Recorder:
                 output.outputs[0].stop_reason,
                 output.outputs[0].text,
                 output.seed,
-                np.stack(self._rows[int(output.request_id)]),
+                np.stack(self._rows[output.request_id]),
             )
             for output in outputs
         ]

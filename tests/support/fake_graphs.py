@@ -102,7 +102,12 @@ class FakeStepGraph:
             assert not array[~used].any(), "an unused line is not empty"
         assert len(set(slots[used])) == used.sum() and (slots[used] > 0).all()
         blocks = tables[tables > 0]
-        assert len(set(blocks)) == len(blocks), "two requests share a block"
+        written = [
+            tables[line][position // BLOCK_TOKENS]
+            for line, position in zip(lines[~padding], positions[~padding], strict=True)
+        ]
+        for block in set(written):
+            assert (blocks == block).sum() == 1, "a block that is written is shared"
         if self.phase == "decode":
             assert (lines == np.arange(self.bucket)).all() and (counts <= 1).all()
         else:
@@ -212,4 +217,4 @@ def fake_runner(limits: Limits | None = None, poison: int | None = None) -> CpuM
     for phase, buckets in (("prefill", limits.prefill_buckets), ("decode", limits.decode_buckets)):
         graphs |= {f"{phase}-{bucket}": FakeStepGraph(phase, bucket, limits, poison) for bucket in buckets}
     graphs |= {f"logits-{bucket}": FakeLogitsGraph(bucket) for bucket in limits.logits_buckets}
-    return CpuModelRunner(limits, graphs, arenas.regions)
+    return CpuModelRunner(limits, graphs, arenas.regions, arenas=arenas)
