@@ -3,6 +3,7 @@
 # make check     format, lint, types, architecture
 # make test-all  every test
 # make triton    the GPU kernels: interpreted on the CPU, and compiled for every target; installs Triton (190 MB)
+# make mutants   put small mistakes into the sources, one by one; a test must notice each (MUTANTS="sampling F10")
 # make bench     measure: ratios with quartiles at 1 and 2 threads (BENCH="--only sample --json figures.json")
 #
 # Without an active virtual environment, one is made in .venv and the package is installed into it as a wheel.
@@ -24,7 +25,7 @@ BIN := $(CURDIR)/.venv/bin
 READY := .venv/.package
 endif
 
-.PHONY: demo test test-all triton check bench clean
+.PHONY: demo test test-all triton check mutants bench clean
 
 demo: $(READY)
 	$(BIN)/deepinfer-compile examples/tiny/checkpoint -o demo-artifact --force
@@ -50,6 +51,9 @@ check: $(READY)
 	$(BIN)/pip install -q --no-deps --target build/typed .
 	cd build/typed && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p deepinfer
 	$(BIN)/pytest -q tests/test_architecture.py
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 bench: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/run.py $(BENCH)

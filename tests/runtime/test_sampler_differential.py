@@ -97,6 +97,7 @@ def test_both_samplers_give_the_same_tokens_status_and_logprobs(name: str) -> No
     logits = tied_logits(rng, DRAWS)
     logits[::101, 3] = float("nan")
     logits[5::101] = -math.inf
+    logits[9::101, 7] = math.inf
     params = [
         SamplingParams(logprobs=int(rng.integers(0, 21)), **CONFIGURATIONS[name](rng)) for _ in range(DRAWS)
     ]
