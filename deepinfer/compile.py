@@ -35,6 +35,7 @@ from deepinfer.artifacts import (
 )
 from deepinfer.build_graphs import BuiltGraph, build_graphs
 from deepinfer.build_worker import Job
+from deepinfer.cache_sizes import resolve_sizes
 from deepinfer.certification import certified_once
 from deepinfer.errors import ConfigError
 from deepinfer.graphs import cache_layout as declared
@@ -191,15 +192,8 @@ def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
     config_json = read_json_object(model_dir / "config.json", MAX_CONFIG_BYTES, ConfigError)
     config = parse_config(config_json)  # of the very content that the workers get
     PassManager(PASSES_EXACT, options.disabled_passes)  # refuses names that no pass has
-    options = options.resolved(max_position_embeddings=config.max_position_embeddings)
+    options, layout = resolve_sizes(options, config)
     assert options.max_model_len is not None and options.logits_rows is not None
-    layout = declared.cache_layout(
-        config,
-        options.precision,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        num_blocks=options.num_blocks,
-    )
     isa = native.host_isa() if options.isa == "auto" else options.isa
     return _Build(model_dir, config_json, config, options, isa, layout, graph_specs(config, options))
 

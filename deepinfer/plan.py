@@ -14,10 +14,11 @@ from torch import fx
 
 from deepinfer.artifacts import canonical_bytes
 from deepinfer.build_worker import ARTIFACT_FILES
+from deepinfer.cache_sizes import resolve_sizes
 from deepinfer.compile import graph_specs
 from deepinfer.errors import ConfigError, UsageError
 from deepinfer.graph_costs import fusions, op_calls, row_terms, workspace_bytes
-from deepinfer.graphs.cache_layout import CacheLayout, cache_layout
+from deepinfer.graphs.cache_layout import CacheLayout
 from deepinfer.graphs.capture import GraphSpec, WeightSpecs, capture
 from deepinfer.graphs.config import MAX_CONFIG_BYTES, ModelConfig, load_config, parse_config
 from deepinfer.graphs.records import PRECISIONS
@@ -155,15 +156,8 @@ def plan_model(
     options = options or CompileConfig()
     require_cpu(options.target)
     PassManager(PASSES_EXACT, options.disabled_passes)  # refuses names that no pass has
-    options = options.resolved(max_position_embeddings=config.max_position_embeddings)
+    options, layout = resolve_sizes(options, config)
     assert options.max_model_len is not None
-    layout = cache_layout(
-        config,
-        options.precision,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        num_blocks=options.num_blocks,
-    )
     plain = store_specs(config, options.max_model_len)
     packed = store_specs(config, options.max_model_len, packed=True)
     text_files = tokenizer_files(folder)

@@ -26,8 +26,8 @@ Rows = tuple[Annotated[int, Meta(ge=1, le=16384)], ...]
 PassName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 
 # Left out of the artifact's options: the first changes how long a build takes, never its result; the second
-# has a place of its own in the manifest.
-_NOT_AN_OPTION = ("jobs", "target")
+# has a place of its own in the manifest; of the third follows `num_blocks`.
+_NOT_AN_OPTION = ("jobs", "target", "kv_cache_memory_bytes")
 _ROW_LISTS = ("decode_rows", "prefill_tokens", "logits_rows")
 
 
@@ -45,6 +45,7 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_model_len: Annotated[int, Meta(ge=2, le=1 << 22)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 8
     num_blocks: Annotated[int, Meta(ge=2, le=1 << 24)] | None = None
+    kv_cache_memory_bytes: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
     jobs: Annotated[int, Meta(ge=1, le=256)] | None = None
     isa: Literal["auto", "avx2", "avx512"] = "auto"
     taps: Literal["auto", "on", "off"] = "auto"
@@ -52,6 +53,12 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         _check_fields(self, "compile")
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise SettingsError(
+                "says the same as num_blocks in another way",
+                where="compile.kv_cache_memory_bytes",
+                action="give one of the two",
+            )
         for name in _ROW_LISTS:
             rows = getattr(self, name)
             if rows is not None:

@@ -75,7 +75,8 @@ class LLM:
         runner.limits = _limited(runner.limits, max_num_seqs)
         self._engine = Engine(runner, scheduler_config)
         self._lock = threading.Lock()
-        logger.info("loaded %s\n%s", self.artifact_id, self._loaded.report.summary())
+        summary = self._loaded.report.summary()
+        logger.info("loaded %s\n%s\n%s", self.artifact_id, self._loaded.cache_summary(), summary)
 
     @property
     def artifact_id(self) -> str:

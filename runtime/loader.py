@@ -103,6 +103,17 @@ class LoadedArtifact:
     report: LoadReport
     watch: CompilerWatch
 
+    def cache_summary(self) -> str:
+        """What the caches hold, for people."""
+        limits, cache = self.limits, self.manifest.cache
+        full_length = (limits.num_blocks - 1) // limits.blocks_for(limits.max_model_len)
+        return (
+            f"cache        {self.arenas.total_bytes:>16,} bytes: {limits.num_blocks - 1:,} blocks of "
+            f"{limits.block_tokens} tokens ({cache.block_bytes:,} bytes), {limits.num_slots - 1:,} slots "
+            f"({cache.slot_bytes:,} bytes); {limits.max_model_len:,} tokens per request, "
+            f"{min(full_length, limits.num_slots - 1):,} requests of that length at once"
+        )
+
 
 def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) -> LoadedArtifact:
     """Loads the artifact in `directory`.

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -134,6 +135,17 @@ def integer_list(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {word[:40]!r}")
         numbers.append(int(word))
     return numbers
+
+
+_UNITS = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+
+
+def size_in_bytes(text: str) -> int:
+    """A number of bytes, as `1000000` or `2GiB` (KiB, MiB, GiB, TiB). Raises ArgumentTypeError."""
+    found = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]iB)?", text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected bytes or a size such as 2GiB, got {text[:40]!r}")
+    return int(found[1]) << _UNITS[found[2] or ""]
 
 
 def join_lists(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from deepinfer.cli.common import (
     join_lists,
     progress_for,
     run_command,
+    size_in_bytes,
     to_json,
 )
 from deepinfer.errors import UsageError
@@ -70,6 +71,13 @@ def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
         "--max-num-seqs", metavar="N", type=int, default=UNSET, help="requests that run at once (8)"
     )
     parser.add_argument(
+        "--kv-cache-memory-bytes",
+        metavar="SIZE",
+        type=size_in_bytes,
+        default=UNSET,
+        help="memory for the caches, as 2GiB: as many blocks as it holds (all requests at full length)",
+    )
+    parser.add_argument(
         "--jobs", metavar="N", type=int, default=UNSET, help="worker processes (physical cores)"
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings in YAML; flags win over it")
@@ -94,6 +102,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
             "prefill_tokens": options.prefill_tokens,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
+            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
             "jobs": options.jobs,
         },
     )

@@ -4,7 +4,7 @@ import gc
 from pathlib import Path
 
 import numpy as np
-from end_to_end import make_prompt
+from end_to_end import make_prompt, resident_bytes
 
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.llm import LLM
@@ -14,14 +14,6 @@ from deepinfer.runtime.sampling_params import SamplingParams
 NUM_REQUESTS = 40
 MIN_STEPS = 2000
 ALLOWED_GROWTH_BYTES = 4 << 20  # what an allocator may keep; a leak of one row of logits a step is as much
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is anonymous and resident: what a leak would grow."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the system does not say")
 
 
 def add_round(engine: Engine, seed: int) -> list[Request]:

@@ -95,6 +95,14 @@ class Recorder:
         return [self.generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is anonymous and resident: what a leak would grow."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the system does not say")
+
+
 def tree_state(directory: Path) -> dict[str, tuple[int, int, int]]:
     """Size, change time and mode of everything below a directory: equal if nothing was touched."""
     entries = [directory, *directory.rglob("*")]
