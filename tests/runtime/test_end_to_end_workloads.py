@@ -36,13 +36,10 @@ def llm(float32_artifact: Path) -> LLM:
     return LLM(float32_artifact, num_threads=1)
 
 
-def engine_of(llm: LLM, num_blocks: int | None = None, config: SchedulerConfig | None = None) -> Engine:
-    """A fresh engine over the loaded graphs and caches, with so many blocks to give."""
-    runner = llm._loaded.runner
-    runner.limits = dataclasses.replace(
-        llm._loaded.limits, num_blocks=num_blocks or llm._loaded.limits.num_blocks
-    )
-    return Engine(runner, config)
+def engine_of(llm: LLM, config: SchedulerConfig | None = None, **sizes: int) -> Engine:
+    """A fresh engine over the loaded graphs and caches, with these sizes in place of the built ones."""
+    llm._loaded.runner.limits = dataclasses.replace(llm._loaded.limits, **sizes)
+    return Engine(llm._loaded.runner, config)
 
 
 def outcome(request: Request) -> tuple:
@@ -71,18 +68,16 @@ def make_workload(seed: int, count: int) -> list[tuple[list[int], SamplingParams
 def test_random_workload_gives_what_each_request_gives_alone(llm: LLM, seed: int) -> None:
     """Lengths, arrivals, budgets, chunks, preemption, aborts, n > 1, mixed settings: equal by bytes."""
     numbers = np.random.default_rng(seed)
-    needed = llm._loaded.limits.max_blocks_per_request
-    config = SchedulerConfig(max_num_batched_tokens=(None, 7)[seed % 2], watermark=1.0)
-    engine = engine_of(llm, num_blocks=1 + needed, config=config)
+    config = SchedulerConfig(max_num_batched_tokens=(None, 13)[seed % 2], watermark=1.0)
+    engine = engine_of(llm, config, num_blocks=4, max_model_len=384)
     waiting = make_workload(seed, 14)
-    requests, aborted = [], set()
+    requests = [engine.add_request(*waiting.pop()) for _ in range(6)]
     while waiting or engine.has_work:
         if waiting and (numbers.random() < 0.4 or not engine.has_work):
             requests.append(engine.add_request(*waiting.pop()))
         if numbers.random() < 0.01 and requests:
             victim = requests[int(numbers.integers(len(requests)))]
             if not victim.finished:
-                aborted.add(victim.request_id)
                 engine.abort(victim.request_id)
         engine.step()
         engine.scheduler.check_integrity()
@@ -110,8 +105,7 @@ def test_random_workload_gives_what_each_request_gives_alone(llm: LLM, seed: int
 
 def test_crowd_gives_what_the_naive_loop_over_the_eager_model_gives(llm: LLM, golden_dir: Path) -> None:
     """Greedy tokens, wherever the eager model's two best logits are apart; log-probabilities within 1e-3."""
-    needed = llm._loaded.limits.max_blocks_per_request
-    engine = engine_of(llm, num_blocks=2 + needed, config=SchedulerConfig(watermark=1.0))
+    engine = engine_of(llm, SchedulerConfig(watermark=1.0), num_blocks=3, max_model_len=256)
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0, logprobs_mode="raw")
     requests = [engine.add_request(make_prompt(length, seed=length), params) for length in (3, 60, 120, 30)]
     run_all(engine)
