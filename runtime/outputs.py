@@ -3,13 +3,21 @@
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Logprob:
     """Log-probability of a token at one place; always a finite number."""
 
     logprob: float
     rank: int  # 1 is the largest logit; among equal ones the lower id comes first
 
+    def __init__(self, logprob: float, rank: int) -> None:
+        # What a frozen dataclass makes of itself takes twice as long, and a step makes hundreds of these.
+        _set_logprob(self, logprob)
+        _set_rank(self, rank)
+
+
+_set_logprob = Logprob.__dict__["logprob"].__set__
+_set_rank = Logprob.__dict__["rank"].__set__
 
 Logprobs = dict[int, Logprob]  # token id -> of one generated token: the token itself, then the best
 

@@ -3,6 +3,9 @@
 Turns what requests ask for into the arrays of the operation `sample`, which owns the pipeline; what no row
 asks for is not passed. What the parameters alone decide is kept from one call to the next, as the requests of
 a batch mostly stay the same. Knows nothing of requests, caches or stop rules. The op library must be loaded.
+
+The operation is called as it is and stands in no graph: a compiled graph around it takes three times as long
+to call for one row, and would fix both the number of rows and which of the options are in use.
 """
 
 import operator
@@ -302,10 +305,11 @@ def _rank(arguments: Arguments, row: int, token: int) -> int:
 
 def _adjusts(arguments: Arguments, row: int) -> bool:
     """Whether the row has penalties, bias or a mask."""
-    listed = (arguments.history_offsets, arguments.bias_offsets)
-    return any(len(offsets) and bool(offsets[row] < offsets[row + 1]) for offsets in listed) or bool(
-        len(arguments.mask_index) and arguments.mask_index[row] >= 0
-    )
+    for offsets in (arguments.history_offsets, arguments.bias_offsets):
+        if offsets is not _NO_INTEGERS and offsets[row] < offsets[row + 1]:
+            return True
+    masks = arguments.mask_index
+    return masks is not _NO_INTEGERS and bool(masks[row] >= 0)
 
 
 def _logprobs(count: int, ids: Sequence[int], values: Sequence[float], rank: int) -> Logprobs:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sampling_cases import rows_of
 
 from deepinfer.errors import UsageError
-from deepinfer.kernels import sample, sampling
+from deepinfer.kernels import philox, sample, sampling
 from deepinfer.kernels.sampling import Arguments
 
 ROUTES = [pytest.param(sample.reference, id="reference"), pytest.param(sample.native, id="native")]
@@ -256,6 +256,18 @@ def test_draws_follow_the_distribution() -> None:
         want = expected[ids] / expected[ids].sum() * count
         chi_square = ((counts[ids] - want) ** 2 / want).sum()
         assert chi_square < 24.3  # p = 0.001 at 7 degrees of freedom; the draws are fixed
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_word_that_meets_the_edge_of_a_token_gives_the_next_one(route) -> None:
+    """4,096 equal logits have masses of 2^19: of two million seeds a few have a word at an edge or before."""
+    words = philox.random_word(np.arange(1 << 21), philox.stream(7, philox.FRESH))
+    targets = words >> np.uint64(1)  # word * 2^31 / 2^32
+    seeds = np.flatnonzero((targets + np.uint64(1)) % np.uint64(1 << 19) <= 1)
+    expected = (targets[seeds] >> np.uint64(19)).tolist()
+    assert len(seeds) >= 4 and (targets[seeds] % np.uint64(1 << 19) == 0).any()
+    a = rows_of(torch.zeros(len(seeds), 4096), seeds=seeds, positions=7)
+    assert route(*a)[0].tolist() == expected
 
 
 def test_forced_top_k_changes_nothing_where_the_tail_weighs_nothing() -> None:
