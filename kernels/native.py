@@ -266,7 +266,7 @@ def _compile(isa: str, target: Path, compiler: str, source_dir: Path) -> None:
 
 
 def _translation_units(source_dir: Path) -> list[str]:
-    """The sources that are compiled, those that take longest first: all but the ones that another includes."""
+    """The sources to compile, those that take longest first: all that no other source includes."""
     sources = sorted(source_dir.glob("*.cpp"))
     included = {name for path in sources for name in _with_headers(path) if name != path.name}
     units = [path.name for path in sources if path.name not in included]
