@@ -130,14 +130,16 @@ class Engine:
         batch = self.scheduler.schedule()
         updated: list[Request] = []
         if batch is not None:
-            now = self._clock()
-            for rows in batch.rows:
-                rows.request.times.setdefault("start", now)
+            if batch.phase == "prefill" or batch.loads:
+                now = self._clock()
+                for rows in batch.rows:
+                    rows.request.times.setdefault("start", now)
             logits = self.runner.run(batch)
             for request in batch.loads:
                 request.cache_state = None
             token_ids, errors = self._sample(batch, logits)
-            self._score_prompts(batch)
+            if batch.phase == "prefill":
+                self._score_prompts(batch)
             self._apply_aborts()
             updated = self.scheduler.commit(batch, token_ids, errors)
             if self.scheduler.prefilled:

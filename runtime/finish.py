@@ -49,7 +49,7 @@ def token_triggers(
     token_id: int, num_output_tokens: int, params: SamplingParams, eos_token_ids: Sequence[int]
 ) -> list[Trigger]:
     """The reasons to end that a request's newest token brings by itself."""
-    found = []
+    found: list[Trigger] = []
     if token_id in eos_token_ids and not params.ignore_eos:
         found.append(Trigger("eos"))
     if token_id in params.stop_token_ids:

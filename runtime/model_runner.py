@@ -68,6 +68,7 @@ class StepBuffers:
     row_starts: NDArray[np.int64]  # [R] index of that row
     row_counts: NDArray[np.int64]  # [R] its rows in this step, 0 = unused line
     lines: list[tuple[int, ...]]  # [R] the tuple each table line was written from
+    slots: list[int]  # the slots that `slot_ids` was written from
 
     @classmethod
     def allocate(
@@ -92,6 +93,7 @@ class StepBuffers:
             row_starts,
             row_counts,
             lines=[_NO_BLOCKS] * table_size,
+            slots=[],
         )
 
 
@@ -198,15 +200,40 @@ class CpuModelRunner:
         """Writes a batch into the static buffers of its graph, after checking every index in it."""
         buffers = self._buffers[batch.phase, batch.bucket]
         if batch.phase == DECODE:
+            if self._fill_same_requests(batch, buffers):
+                return buffers
             self._fill_decode_rows(batch, buffers)
         else:
             self._fill_prefill_rows(batch, buffers)
         self._fill_table(batch, buffers)
         return buffers
 
+    def _fill_same_requests(self, batch: Batch, buffers: StepBuffers) -> bool:
+        """The next rows of the requests, slots and tables that the buffers hold; False if others come."""
+        rows, used = batch.rows, len(batch.rows)
+        requests = [scheduled.request for scheduled in rows]
+        tables = [request.block_table for request in requests]
+        if buffers.slots != [request.slot_id for request in requests] or tables != buffers.lines[:used]:
+            return False
+        starts = [scheduled.start for scheduled in rows]
+        token_ids = [request.token_at(start) for request, start in zip(requests, starts, strict=True)]
+        size, vocab = self.limits.block_tokens, self.limits.vocab_size
+        if not (
+            min(starts) >= 0
+            and max(starts) < self.limits.max_model_len
+            and all([start < len(table) * size for start, table in zip(starts, tables, strict=True)])
+            and min(token_ids) >= 0
+            and max(token_ids) < vocab
+            and all([scheduled.count == 1 for scheduled in rows])
+        ):
+            return False  # the whole check says what is wrong
+        buffers.token_ids[:used] = token_ids
+        buffers.positions[:used] = buffers.num_computed_tokens[:used] = starts
+        return True
+
     def _fill_decode_rows(self, batch: Batch, buffers: StepBuffers) -> None:
         used = len(batch.rows)
-        buffers.token_ids[:used] = [rows.request.tokens(rows.start, 1)[0] for rows in batch.rows]
+        buffers.token_ids[:used] = [rows.request.token_at(rows.start) for rows in batch.rows]
         buffers.token_ids[used:] = 0
         buffers.positions[:used] = [rows.start for rows in batch.rows]
         buffers.positions[used:] = -1
@@ -240,6 +267,7 @@ class CpuModelRunner:
             array[:used] = values
             array[used:] = 0
         buffers.row_starts[used:] = 0
+        buffers.slots[:] = slots.tolist()
         tables += [_NO_BLOCKS] * (len(buffers.lines) - used)
         for line, table in enumerate(tables):
             if buffers.lines[line] is not table:  # a long table is written when it changes, not every step
@@ -314,6 +342,8 @@ class CpuModelRunner:
 
 def sampled_rows(batch: Batch) -> NDArray[np.int64]:
     """Indices of the rows that give a token: the newest of each request that is reached, again per fork."""
+    if batch.phase == DECODE:
+        return np.arange(len(batch.rows))
     ends = np.cumsum([rows.count for rows in batch.rows]) - 1
     times = [1 + len(rows.forks) if rows.makes_token else 0 for rows in batch.rows]
     return np.repeat(ends, times)

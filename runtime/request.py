@@ -9,6 +9,8 @@ through the model. Between steps of a running request exactly one token, the new
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from deepinfer.runtime.finish import Trigger
 from deepinfer.runtime.outputs import Logprobs
@@ -94,6 +96,13 @@ class Request:
         self.output_token_ids = list(other.output_token_ids)
         self.logprobs, self.prompt_logprobs = list(other.logprobs), list(other.prompt_logprobs)
 
+    def token_at(self, position: int) -> int:
+        """Token id at a position of prompt and output."""
+        prompt_len = len(self.prompt_token_ids)
+        if position < prompt_len:
+            return self.prompt_token_ids[position]
+        return self.output_token_ids[position - prompt_len]
+
     def tokens(self, start: int, count: int) -> Sequence[int]:
         """Token ids at positions start .. start + count - 1, from the prompt and then the output."""
         prompt_len = len(self.prompt_token_ids)
@@ -114,13 +123,12 @@ class StateCopy:
     block: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRows:
+class ScheduledRows(NamedTuple):
     """`count` consecutive token positions of one request, from position `start`."""
 
     request: Request
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples that nobody needs
     forks: tuple[Request, ...] = ()  # further choices, which draw their first token from the same last row
 
     @property
@@ -129,7 +137,7 @@ class ScheduledRows:
         return self.start + self.count == self.request.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """One step: a phase, a bucket, and the rows that fill it from row 0 on."""
 
@@ -144,9 +152,11 @@ class Batch:
         """Token rows that are not padding."""
         return sum(scheduled.count for scheduled in self.rows)
 
-    @property
+    @cached_property
     def sampled_requests(self) -> list[Request]:
         """The requests that get a token from this step, in row order, each with its forks behind it."""
+        if self.phase == "decode":  # the newest token of each
+            return [scheduled.request for scheduled in self.rows]
         return [
             request
             for scheduled in self.rows

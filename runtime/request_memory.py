@@ -60,7 +60,7 @@ class RequestMemory:
 
     def is_ready(self, request: Request) -> bool:
         """Whether a request has the blocks that its next row needs."""
-        return len(request.block_table) >= self._num_blocks(request)
+        return len(request.block_table) * self.limits.block_tokens >= request.num_tokens
 
     def give_back(self, request: Request) -> None:
         """Takes back all a request holds."""

@@ -19,6 +19,7 @@ import itertools
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from deepinfer.errors import RequestError
 from deepinfer.runtime.admission import check_request
@@ -45,10 +46,12 @@ class Scheduler:
         self.waiting: list[Request] = []  # by arrival
         self.prefilling: Request | None = None  # the prompt that was cut
         self.decoding: deque[Request] = deque()  # the one that has waited longest first
-        self.prefilled: list[Request] = []  # of a PROMPT engine: to be handed on
+        self.prefilled: deque[Request] = deque()  # of a PROMPT engine: to be handed on
         self.ended: list[Request] = []  # not yet collected
         self.num_preemptions = 0
         self._live: dict[str, Request] = {}
+        self._prefilled_started: list[Request] = []  # whose cache contents the next step loads
+        self._with_deadline: dict[str, tuple[Request, float]] = {}
         self._scheduled: list[Request] = []  # in the batch that is not committed yet, apart from `decoding`
         self._arrivals = itertools.count()
         self._prefill_steps = 0  # in a row
@@ -133,18 +136,22 @@ class Scheduler:
         sampled = batch.sampled_requests
         assert len(sampled) == len(token_ids) == len(errors), "one result per sampled request"
         self._scheduled = []
-        for rows in batch.rows:
-            rows.request.num_positions_processed += rows.count
-            if not rows.request.finished:
-                rows.request.num_computed_tokens = rows.start + rows.count
+        alive = 0
+        for request, start, count, _ in batch.rows:
+            request.num_positions_processed += count
+            if request.status is not RequestStatus.FINISHED:
+                request.num_computed_tokens = start + count
+                alive += 1
         if batch.phase == "decode":
             served = {id(rows.request) for rows in batch.rows}
-            self.decoding = deque(request for request in self.decoding if id(request) not in served)
+            left = self.decoding if alive < len(self.decoding) else ()  # mostly all were served
+            self.decoding = deque(request for request in left if id(request) not in served)
         elif not batch.rows[-1].makes_token and not batch.rows[-1].request.finished:
             self.prefilling = batch.rows[-1].request  # the one that was cut
+        queue = self.prefilled if self.config.engine_type is EngineType.PROMPT else self.decoding
         updated = []
         for request, token_id, error in zip(sampled, token_ids, errors, strict=True):
-            if request.finished:
+            if request.status is RequestStatus.FINISHED:
                 continue
             updated.append(request)
             request.status = RequestStatus.RUNNING
@@ -153,10 +160,9 @@ class Scheduler:
             elif error is not None:
                 self.finish(request, ERROR, error)
             else:
-                self._append(request, int(token_id))
-            if not request.finished:
-                handed_on = self.config.engine_type is EngineType.PROMPT
-                (self.prefilled if handed_on else self.decoding).append(request)
+                self._append(request, token_id)
+            if request.status is RequestStatus.RUNNING:
+                queue.append(request)
         return updated
 
     def finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
@@ -166,6 +172,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
         del self._live[request.request_id]
+        self._with_deadline.pop(request.request_id, None)
         self.ended.append(request)
 
     def end(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
@@ -184,7 +191,7 @@ class Scheduler:
 
     def hand_on(self, state_of: Callable[[Request], CacheState]) -> None:
         """Ends the requests whose prompts are computed, each with what the caches hold of it."""
-        handed, self.prefilled = self.prefilled, []
+        handed, self.prefilled = self.prefilled, deque()
         for request in handed:
             state = state_of(request)
             self.finish(request, PREFILLED)
@@ -196,9 +203,7 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
-        for request in [
-            own for own in self._live.values() if own.deadline is not None and own.deadline <= now
-        ]:
+        for request in [own for own, due in self._with_deadline.values() if due <= now]:
             self.end(request, ABORT, TIMEOUT)
 
     def take_ended(self) -> list[Request]:
@@ -212,10 +217,9 @@ class Scheduler:
             request.status, request.finish_reason = RequestStatus.FINISHED, ABORT
             request.block_table, request.slot_id, request.cache_state = (), 0, None
         self.prefilling, self._prefill_steps, self._decode_steps_due = None, 0, 0
-        for queue in (self.waiting, self.prefilled, self.ended, self._scheduled):
-            queue.clear()
-        self.decoding.clear()
-        self._live.clear()
+        queues: tuple[Any, ...] = (self.waiting, self.decoding, self.prefilled, self.ended)
+        for kept in (*queues, self._live, self._with_deadline, self._scheduled, self._prefilled_started):
+            kept.clear()
         self._memory.reset()
 
     def check_integrity(self) -> None:
@@ -228,9 +232,8 @@ class Scheduler:
         self._memory.check_integrity(self._live.values())
         assert [own.arrival for own in self.waiting] == sorted(own.arrival for own in self.waiting)
         assert all(request.status is RequestStatus.WAITING for request in self.waiting)
-        for request in self.decoding:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens == request.num_tokens - 1, "one token is uncomputed"
+        for own in self.decoding:
+            assert own.status is RequestStatus.RUNNING and own.num_computed_tokens == own.num_tokens - 1
 
     def _enter(
         self,
@@ -251,10 +254,10 @@ class Scheduler:
             name, prompt_token_ids, params, seed, arrival, deadline=deadline, parent=parent, index=index
         )
         self._live[name] = request
+        if deadline is not None:
+            self._with_deadline[name] = request, deadline
         self.waiting.append(request)
         return request
-
-    # -- the choice between prompts and decoding
 
     def _wants_prefill(self) -> bool:
         """Whether the next step should be one of prompts; without an effect (spec engine D.3)."""
@@ -269,8 +272,6 @@ class Scheduler:
         if not self._memory.has_room_for(self.waiting[0]):
             return False
         return not busy or self.blocks.num_used <= self.config.watermark * self.blocks.capacity
-
-    # -- steps
 
     def _prefill_budget(self) -> int:
         """Rows of the next prefill step."""
@@ -303,27 +304,24 @@ class Scheduler:
     def _decode_batch(self) -> Batch | None:
         if not self.decoding:
             return None
-        largest = self.limits.decode_buckets[-1]
-        self._grow(list(itertools.islice(self.decoding, largest)))
+        largest, is_ready = self.limits.decode_buckets[-1], self._memory.is_ready
         requests = list(itertools.islice(self.decoding, largest))
-        # Giving memory up may have moved others into reach: they have their blocks, or wait one step more.
-        rows = tuple(
-            ScheduledRows(request, request.num_computed_tokens, 1)
-            for request in requests
-            if self._memory.is_ready(request)
-        )
-        if not rows:
-            return None
+        if not all(map(is_ready, requests)):
+            self._grow(requests)
+            # Giving memory up may have moved others into reach: they have their blocks, or wait a step.
+            requests = [own for own in itertools.islice(self.decoding, largest) if is_ready(own)]
+            if not requests:
+                return None
+        rows = tuple([ScheduledRows(request, request.num_computed_tokens, 1) for request in requests])
         self._prefill_steps = 0
         self._decode_steps_due = max(0, self._decode_steps_due - 1)
-        self._scheduled = [scheduled.request for scheduled in rows]
+        self._scheduled = requests
         bucket = smallest_bucket(self.limits.decode_buckets, len(rows))
         return Batch("decode", bucket, rows, self._loads(), self._memory.take_copies())
 
     def _loads(self) -> tuple[Request, ...]:
-        return tuple(request for request in self.decoding if request.cache_state is not None)
-
-    # -- starting
+        started, self._prefilled_started = self._prefilled_started, []
+        return tuple([request for request in started if request.cache_state is not None])
 
     def _start_next(self, busy: bool) -> Request | None:
         """Takes the head of the queue into service if its memory is free."""
@@ -344,6 +342,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = request.num_tokens - 1
             self.decoding.append(request)
+            self._prefilled_started.append(request)
 
     def _start_choices(self, parent: Request) -> tuple[Request, ...]:
         """Waiting choices of a prompt whose last chunk is computed now, as far as there is room."""
@@ -358,8 +357,6 @@ class Scheduler:
             self._memory.start_fork(request, parent, parent.num_tokens)
             started.append(request)
         return tuple(started)
-
-    # -- memory while decoding
 
     def _grow(self, requests: list[Request]) -> None:
         """Gives each a block where its next row needs one; the longest give way where there is none."""
@@ -386,13 +383,11 @@ class Scheduler:
         request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
         insort(self.waiting, request, key=lambda own: own.arrival)
 
-    # -- tokens
-
     def _append(self, request: Request, token_id: int) -> None:
         """Adds a token and applies the stop rules; a stop token wins over the length."""
         request.output_token_ids.append(token_id)
         count = len(request.output_token_ids)
-        end = decide(token_triggers(token_id, count, request.params, self.limits.eos_token_ids))
-        if end is not None:
+        triggers = token_triggers(token_id, count, request.params, self.limits.eos_token_ids)
+        if triggers and (end := decide(triggers)) is not None:
             request.triggers = end.triggers
             self.finish(request, end.finish_reason, end.stop_reason)

@@ -13,7 +13,8 @@ from deepinfer.cli import diff as diff_command
 from deepinfer.cli import main as main_command
 
 COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-tokens --max-model-len \
---max-num-seqs --jobs --kv-cache-memory-bytes --target --config --plan --dump --force --json -q --quiet --version"
+--max-num-seqs --jobs --kv-cache-memory-bytes \
+--target --config --plan --dump --force --json -q --quiet --version"
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \
 --top-k --top-p --min-p --min-tokens --logprobs --presence-penalty --frequency-penalty --repetition-penalty \

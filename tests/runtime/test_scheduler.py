@@ -381,7 +381,7 @@ def test_engine_types_refuse_what_is_not_theirs() -> None:
         completion.add([3], params(), 0)
     request = prompt.add([3] * 9, params(), 0)
     assert [step[0] for step in run(prompt)] == ["prefill", "prefill"]
-    assert prompt.prefilled == [request] and request.output_token_ids == [5]
+    assert list(prompt.prefilled) == [request] and request.output_token_ids == [5]
     with pytest.raises(RequestError, match="does not decode"):
         prompt.add_prefilled(request)
 
