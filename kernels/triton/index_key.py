@@ -4,13 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from deepinfer.kernels.formats import FP4_GROUP
 from deepinfer.kernels.index_key import index_key_fake
 from deepinfer.kernels.packing import linear_outputs, unpack_linear
+from deepinfer.kernels.quantize_tail import TAIL_GROUP
+from deepinfer.kernels.triton.hadamard import butterflies
 from deepinfer.kernels.triton.launch import launch, power_of_two
 from deepinfer.kernels.triton.linear import project
-from deepinfer.kernels.triton.numbers import rounded, to_float32
+from deepinfer.kernels.triton.numbers import bfloat16_bits, rounded, to_float32
 from deepinfer.kernels.triton.quantize_fp4 import store_fp4_record
+from deepinfer.kernels.triton.quantize_tail import store_tail_record
 from deepinfer.kernels.triton.rms_norm import rms_norm
 from deepinfer.kernels.triton.rope import partner_of, turn
 
@@ -23,14 +25,17 @@ def _write_entry_kernel(
     positions,
     request_index,
     block_table,
+    factor,
     RATIO: tl.constexpr,
-    GROUP: tl.constexpr,
+    FORM: tl.constexpr,
+    BYTES: tl.constexpr,
     SIZE: tl.constexpr,
     ROTATED: tl.constexpr,
     TABLE: tl.constexpr,
     ENTRIES: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     ENTRY_STRIDE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -47,10 +52,15 @@ def _write_entry_kernel(
     angles = table + entry * RATIO * ROTATED
     values = rounded(turn(own, other, angles, column, SIZE, ROTATED, False), x.dtype.element_ty)
     target = region + block * BLOCK_STRIDE + (entry % ENTRIES) * ENTRY_STRIDE
-    if GROUP > 0:
-        store_fp4_record(target, values, closes, SIZE, GROUP, BLOCK)
-    else:
+    if FORM == "plain":
         tl.store(target + column, values, mask=inside)
+    elif FORM == "tail":
+        store_tail_record(target, values, bfloat16_bits(values), closes, True, SIZE, ROTATED, BYTES, BLOCK)
+    else:
+        if FORM == "hadamard":
+            values = butterflies(values, SIZE, ROUNDS) * factor
+            values = rounded(values, x.dtype.element_ty)
+        store_fp4_record(target, values, closes, SIZE, 16 if FORM == "e4m3" else 32, BLOCK)
 
 
 def write_entries(
@@ -61,23 +71,29 @@ def write_entries(
     request_index: torch.Tensor,
     block_table: torch.Tensor,
     ratio: int,
-    group: int,
+    form: str,
 ) -> None:
-    """Rotate and write `x [T, d]` of rows that close a group; FP4, `group` values a scale, or 0: float32."""
+    """Rotate and write `x [T, d]` of rows that close a group.
+
+    `form`: "plain" float32; "e8m0" or "e4m3" FP4 with such scales; "hadamard" FP4 with E8M0 scales after that
+    rotation; "tail" FP8 of which the rotated part stays bfloat16.
+    """
     rows, size = x.shape
     launch(
         _write_entry_kernel,
         (rows,),
-        *(x, table, region, positions, request_index, block_table),
+        *(x, table, region, positions, request_index, block_table, size**-0.5),
         RATIO=ratio,
-        GROUP=group,
+        FORM=form,
+        BYTES=region.shape[2],
         SIZE=size,
         ROTATED=table.shape[1],
         TABLE=block_table.shape[1],
         ENTRIES=region.shape[1],
         BLOCK_STRIDE=region.stride(0),
         ENTRY_STRIDE=region.stride(1),
-        BLOCK=power_of_two(size, 32),
+        ROUNDS=size.bit_length() - 1,
+        BLOCK=power_of_two(size, TAIL_GROUP if form == "tail" else 32),
     )
 
 
@@ -99,5 +115,4 @@ def index_key(
     index_key_fake(latent, wk, norm_weight, eps, table, region, *paged, quantize)
     key = latent.new_empty((latent.shape[0], linear_outputs(wk)))
     project(latent, unpack_linear(wk), key)
-    group = FP4_GROUP["e8m0"] if quantize else 0
-    write_entries(rms_norm(key, norm_weight, eps), table, region, *paged, group)
+    write_entries(rms_norm(key, norm_weight, eps), table, region, *paged, "e8m0" if quantize else "plain")

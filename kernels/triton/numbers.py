@@ -39,6 +39,16 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def bfloat16_bits(x):
+    """bfloat16 or float32 -> int32 with the bits of the bfloat16; of a rounded NaN always 0x7FC0."""
+    if x.dtype == tl.bfloat16:
+        return x.to(tl.uint16, bitcast=True).to(tl.int32)
+    else:
+        bits = round_to(x, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+        return tl.where(x != x, 0x7FC0, bits)
+
+
+@triton.jit
 def multiply_add(a, b, total):
     """total + a b for tiles, sums in float32; products of bfloat16 are exact, float32 is not shortened."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16 and not INTERPRETED:

@@ -9,9 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from deepinfer.kernels.quantize_tail import TAIL_GROUP
 from deepinfer.kernels.sparse_attention import sparse_attention_fake
 from deepinfer.kernels.triton.dequantize_fp4 import decode_fp4
-from deepinfer.kernels.triton.launch import blocks, launch, power_of_two, require
+from deepinfer.kernels.triton.dequantize_tail import load_tail_records
+from deepinfer.kernels.triton.launch import blocks, launch, power_of_two
 from deepinfer.kernels.triton.numbers import (
     INTERPRETED,
     e4m3_decode,
@@ -53,6 +55,8 @@ def _window_keys(
     SLOT_STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -62,10 +66,12 @@ def _window_keys(
     visible = (wanted >= 0) & (position >= 0) & (column < WINDOW)
     in_step = visible & (wanted >= start)
     in_ring = visible & (wanted < start)
-    width: tl.constexpr = SIZE + SIZE // 32 if QUANTIZE else SIZE
+    width: tl.constexpr = BYTES
     own = record + (row - (position - wanted)) * width
     earlier = ring + slot * SLOT_STRIDE + (tl.maximum(wanted, 0) % LENGTH) * width
-    if QUANTIZE:
+    if TAIL > 0:
+        keys = load_tail_records(tl.where(in_step, own, earlier), visible, SIZE, TAIL, BLOCK)
+    elif QUANTIZE:
         codes = _load_bytes(own, in_step, SIZE, BLOCK) | _load_bytes(earlier, in_ring, SIZE, BLOCK)
         groups: tl.constexpr = SIZE // 32
         scale = _load_bytes(own + SIZE, in_step, groups, BLOCK // 32)
@@ -90,6 +96,8 @@ def _picked_keys(
     BLOCK_STRIDE: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -100,9 +108,11 @@ def _picked_keys(
     visible = entry >= 0
     entry = tl.maximum(entry, 0)
     block = tl.load(table + entry // ENTRIES, mask=visible, other=0)
-    width: tl.constexpr = SIZE // 2 + SIZE // 16 if QUANTIZE else SIZE
+    width: tl.constexpr = ENTRY_BYTES
     start = compressed + block * BLOCK_STRIDE + (entry % ENTRIES) * width
-    if QUANTIZE:
+    if TAIL > 0:
+        keys = load_tail_records(start, visible, SIZE, TAIL, BLOCK)
+    elif QUANTIZE:
         packed = _load_bytes(start, visible, SIZE // 2, BLOCK // 2)
         scale = _load_bytes(start + SIZE // 2, visible, SIZE // 16, BLOCK // 16)
         keys = decode_fp4(packed, scale, False)
@@ -180,6 +190,9 @@ def _sparse_attention_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    BYTES: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr,
     EXACT16: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -202,14 +215,14 @@ def _sparse_attention_kernel(
     for offset in range(0, WINDOW, BLOCK_N):
         keys, visible = _window_keys(
             record, ring, row, position, start, slot, offset,
-            WINDOW, LENGTH, SLOT_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
+            WINDOW, LENGTH, SLOT_STRIDE, SIZE, QUANTIZE, TAIL, BYTES, BLOCK_N, BLOCK,
         )  # fmt: skip
         top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
         seen += tl.sum(visible.to(tl.int32), axis=0)
     for offset in range(0, PICKS, BLOCK_N):
         keys, visible = _picked_keys(
             compressed, picks, block_table + line * TABLE, row, position, offset,
-            PICKS, ENTRIES, BLOCK_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
+            PICKS, ENTRIES, BLOCK_STRIDE, SIZE, QUANTIZE, TAIL, ENTRY_BYTES, BLOCK_N, BLOCK,
         )  # fmt: skip
         top, total, result = _attend_tile(asked, keys, visible, scale, top, total, result, EXACT16)
         seen += tl.sum(visible.to(tl.int32), axis=0)
@@ -250,6 +263,9 @@ def _attention_mass_kernel(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    BYTES: tl.constexpr,
+    ENTRY_BYTES: tl.constexpr,
     EXACT16: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -270,7 +286,7 @@ def _attention_mass_kernel(
         offset = tile * BLOCK_N
         keys, visible = _window_keys(
             record, ring, row, position, start, slot, offset,
-            WINDOW, LENGTH, SLOT_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
+            WINDOW, LENGTH, SLOT_STRIDE, SIZE, QUANTIZE, TAIL, BYTES, BLOCK_N, BLOCK,
         )  # fmt: skip
     else:
         first = WINDOW
@@ -278,7 +294,7 @@ def _attention_mass_kernel(
         offset = (tile - tiles) * BLOCK_N
         keys, visible = _picked_keys(
             compressed, picks, block_table + line * TABLE, row, position, offset,
-            PICKS, ENTRIES, BLOCK_STRIDE, SIZE, QUANTIZE, BLOCK_N, BLOCK,
+            PICKS, ENTRIES, BLOCK_STRIDE, SIZE, QUANTIZE, TAIL, ENTRY_BYTES, BLOCK_N, BLOCK,
         )  # fmt: skip
     if EXACT16:
         keys = round_to(keys, tl.bfloat16)
@@ -323,7 +339,6 @@ def sparse_attention(
     output, mass = sparse_attention_fake(
         query, record, ring, compressed, picks, sink, scale, window, *requests, quantize, with_mass, tail
     )
-    require("sparse_attention", not (quantize and tail), "records with a tail")
     rows, heads, size = query.shape
     sums = query.new_empty((rows, heads, 2), dtype=torch.float32)
     block_heads = min(_MAX_HEADS, power_of_two(heads, 16))
@@ -338,10 +353,13 @@ def sparse_attention(
         "HEADS": heads,
         "SIZE": size,
         "QUANTIZE": quantize,
+        "TAIL": tail if quantize else 0,
+        "BYTES": record.shape[1],
+        "ENTRY_BYTES": compressed.shape[2],
         "EXACT16": quantize and query.dtype == torch.bfloat16,
         "BLOCK_H": block_heads,
         "BLOCK_N": _KEYS,
-        "BLOCK": power_of_two(size, 32),
+        "BLOCK": power_of_two(size, TAIL_GROUP),
     }
     caches = (query, record, ring, compressed, picks)
     launch(

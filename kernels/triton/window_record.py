@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 
 from deepinfer.kernels.formats import FP8_GROUP
-from deepinfer.kernels.triton.launch import launch, power_of_two, require
-from deepinfer.kernels.triton.numbers import rounded, to_float32
+from deepinfer.kernels.quantize_tail import TAIL_GROUP
+from deepinfer.kernels.triton.launch import launch, power_of_two
+from deepinfer.kernels.triton.numbers import bfloat16_bits, rounded, to_float32
 from deepinfer.kernels.triton.quantize_fp8 import store_fp8_record
+from deepinfer.kernels.triton.quantize_tail import store_tail_record
 from deepinfer.kernels.triton.rms_norm import inverse_rms
 from deepinfer.kernels.triton.rope import partner_of, turn
 from deepinfer.kernels.window_record import window_record_fake
@@ -24,6 +26,8 @@ def _window_record_kernel(
     SIZE: tl.constexpr,
     ROTATED: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    TAIL: tl.constexpr,
+    BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -42,7 +46,10 @@ def _window_record_kernel(
     other = rounded(other_weight * (other * scale), dtype)
     angles = table + tl.maximum(position, 0) * ROTATED
     turned = rounded(turn(own, other, angles, column, SIZE, ROTATED, False), dtype)
-    if QUANTIZE:
+    if QUANTIZE and TAIL > 0:
+        bits = bfloat16_bits(turned)
+        store_tail_record(record + row * BYTES, turned, bits, True, valid, SIZE, TAIL, BYTES, BLOCK)
+    elif QUANTIZE:
         store_fp8_record(record + row * (SIZE + SIZE // 32), turned, valid, SIZE, BLOCK)
     else:
         tl.store(record + row * SIZE + column, tl.where(valid, turned, 0.0), mask=inside)
@@ -57,9 +64,8 @@ def window_record(
     quantize: bool,
     tail: int = 0,
 ) -> torch.Tensor:
-    """kv [T, d], norm_weight [d], table [P, r], positions [T] -> uint8 [T, d + d/32] or fp32 [T, d]."""
+    """kv [T, d], norm_weight [d], table [P, r], positions [T] -> uint8 [T, bytes] or fp32 [T, d]."""
     record = window_record_fake(kv, norm_weight, eps, table, positions, quantize, tail)
-    require("window_record", not (quantize and tail), "records with a tail")
     rows, size = kv.shape
     launch(
         _window_record_kernel,
@@ -68,6 +74,8 @@ def window_record(
         SIZE=size,
         ROTATED=table.shape[1],
         QUANTIZE=quantize,
-        BLOCK=power_of_two(size, FP8_GROUP),
+        TAIL=tail,
+        BYTES=record.shape[1],
+        BLOCK=power_of_two(size, TAIL_GROUP if tail else FP8_GROUP),
     )
     return record

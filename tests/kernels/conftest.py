@@ -14,7 +14,7 @@ if routes.INTERPRETED:
     pytest.importorskip("triton", reason="TRITON_INTERPRET=1 asks for Triton")
     import interpreter
 
-    interpreter.patch_once_per_launch()
+    interpreter.patch_interpreter()
 
 
 @pytest.fixture(scope="session", autouse=True)

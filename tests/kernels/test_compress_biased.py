@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from routes import ROUTES
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import compress_biased, hadamard, quantize_fp4, quantize_tail, rope
@@ -12,7 +13,6 @@ from deepinfer.kernels.index_topk import index_record_width
 from deepinfer.kernels.packing import pack_linear
 from deepinfer.kernels.quantize_tail import tail_record_bytes
 
-ROUTES = ("reference", "native")
 RING, ENTRIES, SLOTS, SIZE, INPUTS, ROTATED = 13, 8, 3, 64, 96, 16
 
 
@@ -137,8 +137,9 @@ def test_requests_side_by_side_and_packed_weights_change_nothing(route, same_byt
     same_bytes(together.entries(0, 96), alone.entries(0, 96))
 
 
-def test_native_writes_what_the_reference_writes():
-    layers = [Layer(route, 4) for route in ROUTES]
+@pytest.mark.parametrize("route", ROUTES[1:])
+def test_every_route_writes_what_the_reference_writes(route):
+    layers = [Layer(each, 4) for each in (route, "reference")]
     for layer in layers:
         layer.feed((0, 0, rows_for(layer, 30)), (1, 0, rows_for(layer, 11, seed=4)))
     for name in ("ring", "region"):

@@ -7,19 +7,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import INTERPRETED
+from routes import ROUTES as ROUTE_NAMES
 from sampling_cases import rows_of
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import philox, sample, sampling
 from deepinfer.kernels.sampling import Arguments
 
-ROUTES = [pytest.param(sample.reference, id="reference"), pytest.param(sample.native, id="native")]
+ROUTES = [pytest.param(getattr(sample, name), id=name) for name in ROUTE_NAMES]
 INF = float("inf")
 
 
-def compare_routes(a: Arguments) -> tuple[torch.Tensor, ...]:
-    """Tokens, status and ids equal, log-probabilities close; the native results."""
-    native, reference = sample.native(*a), sample.reference(*a)
+def compare_routes(a: Arguments, route: str = "native") -> tuple[torch.Tensor, ...]:
+    """Tokens, status and ids equal, log-probabilities close to the reference's; the results of `route`."""
+    native, reference = getattr(sample, route)(*a), sample.reference(*a)
     for got, want in zip(native[:3], reference[:3], strict=True):
         assert torch.equal(got, want)
     torch.testing.assert_close(native[3], reference[3], rtol=2e-6, atol=3e-6)
@@ -212,6 +214,31 @@ def test_native_equals_the_reference_and_the_row_alone(seed, rows, vocab, kind) 
             assert torch.equal(part[0], full[row])
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 255, 257, 1024, 5003]),
+    st.sampled_from(["normal", "ties", "flat", "peaked", "holes"]),
+)
+def test_triton_equals_the_reference_and_the_row_alone(seed, rows, vocab, kind) -> None:
+    a = any_case(np.random.default_rng(seed), rows, vocab, kind)
+    a = a._replace(forced_top_k=min(a.forced_top_k or 4096, 4096))
+    whole = compare_routes(a, "triton")
+    for row in range(min(rows, 2)):
+        for part, full in zip(sample.triton(*one_row(a, row)), whole, strict=True):
+            assert torch.equal(part[0], full[row])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_triton_refuses_rows_that_may_keep_more_than_a_program_holds() -> None:
+    a = rows_of(torch.zeros(1, 4097), forced_top_k=0)
+    with pytest.raises(UsageError, match=r"sample: forced_top_k: must lie in 1 \.\. 4096 on a GPU"):
+        sample.triton(*a)
+    assert sample.triton(*rows_of(torch.zeros(1, 4096), forced_top_k=0))[1].item() == sampling.OK
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties", "flat", "peaked", "holes"])
 def test_the_released_vocabulary(kind, set_threads) -> None:
     a = any_case(np.random.default_rng(9), 6, 129_280, kind)._replace(forced_top_k=4096, num_logprobs=5)
@@ -240,6 +267,8 @@ def test_selection_is_that_of_a_sort_for_hostile_rows() -> None:
     for forced in (4096, 1, 50):
         a = rows_of(rows, positions=range(8), temperatures=1e6, forced_top_k=forced, num_logprobs=20)
         compare_routes(a)
+        if INTERPRETED:
+            compare_routes(a, "triton")
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -7,16 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routes import INTERPRETED
+from routes import ROUTES as ROUTE_NAMES
 from sampling_cases import rows_of
 
 from deepinfer.errors import UsageError
 from deepinfer.kernels import philox, sample, sampling, verify_drafts
 from deepinfer.kernels.verify_drafts import leftover_masses
 
-ROUTES = [
-    pytest.param(verify_drafts.reference, id="reference"),
-    pytest.param(verify_drafts.native, id="native"),
-]
+ROUTES = [pytest.param(getattr(verify_drafts, name), id=name) for name in ROUTE_NAMES]
 TARGET = [[3, 2, 2, 0, -1], [0, 1, 2, 3, 4], [1, 1, 1, 1, 1]]
 DRAFT = [[2, 3, 2, 0, 0], [0, 0, 2, 3, 3]]
 DRAFT_SEED = 1_000_000_007
@@ -208,8 +207,20 @@ def test_the_law_of_one_step_is_within_5e_5_of_the_target(seed) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12))
 def test_native_equals_the_reference_and_the_request_alone(seed, rows) -> None:
+    compare_with_the_reference("native", seed, rows)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(0, 8))
+def test_triton_equals_the_reference_and_the_request_alone(seed, rows) -> None:
+    compare_with_the_reference("triton", seed, rows)
+
+
+def compare_with_the_reference(route: str, seed: int, rows: int) -> None:
+    run = getattr(verify_drafts, route)
     case = verify_drafts.make_inputs(rows, torch.float32, seed)
-    native, reference = verify_drafts.native(*case), verify_drafts.reference(*case)
+    native, reference = run(*case), verify_drafts.reference(*case)
     for got, want in zip(native[:4], reference[:4], strict=True):
         assert torch.equal(got, want)
     torch.testing.assert_close(native[4], reference[4], rtol=2e-6, atol=3e-6)
@@ -219,7 +230,7 @@ def test_native_equals_the_reference_and_the_request_alone(seed, rows) -> None:
         per_row = {0, 2, 4, 5, 6, 7, 8, 9, 10, 19}
         alone = [value[rows_] if i in per_row else value for i, value in enumerate(case)]
         alone[1] = torch.tensor([0, end - first])
-        token_ids, counts, status, ids, logprobs = verify_drafts.native(*alone)
+        token_ids, counts, status, ids, logprobs = run(*alone)
         assert torch.equal(token_ids, native[0][rows_]) and torch.equal(logprobs, native[4][rows_])
         assert counts == native[1][request] and status == native[2][request]
         assert torch.equal(ids, native[3][rows_])
