@@ -39,9 +39,10 @@ test-all: $(READY)
 	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile
 
 triton: $(READY)
-	$(BIN)/pip install -q -c constraints.txt triton
+	$(BIN)/pip install -q -c constraints.txt triton nvidia-cuda-nvrtc
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow" tests/kernels
-	$(BIN)/pytest -q tests/kernels/test_cuda_target.py tests/kernels/test_triton.py
+	$(BIN)/pytest -q tests/kernels/test_cuda_target.py tests/kernels/test_cuda_gate.py \
+		tests/kernels/test_triton.py
 
 # mypy does not follow an editable install, so it reads a fresh copy of what the wheel holds.
 check: $(READY)
