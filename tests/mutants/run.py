@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such mutant or group: {', '.join(sorted(unknown))}")
     if given.list:
         for each in mutants:
-            print(f"{each.id:<12} {each.group:<10} {each.why}")
+            print(f"{each.id:<15} {each.group:<13} {each.why}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         return _run_all(mutants, Copy(Path(folder)))
@@ -166,7 +166,7 @@ def _run_all(mutants: Sequence[Mutant], copy: Copy) -> int:
             code = copy.run_tests(each.tests)
         word = {NOTICED: "killed", None: "killed: hangs", PASSED: "SURVIVED"}.get(code, f"BROKEN ({code})")
         print(
-            f"{word:<14} {each.id:<12} {each.group:<10} {time.monotonic() - start:5.1f} s  {each.why}",
+            f"{word:<14} {each.id:<15} {each.group:<13} {time.monotonic() - start:5.1f} s  {each.why}",
             flush=True,
         )
         if code not in (NOTICED, None):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_graphs import fake_runner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer.kernels import sampling
 from deepinfer.runtime import sampler, sampler_interface, sampler_reference
@@ -232,6 +233,32 @@ def test_what_is_kept_between_calls_never_shows() -> None:
             ours, fresh = kept.sample(*call), CompiledSampler().sample(*call)
             assert np.array_equal(ours.token_ids, fresh.token_ids)
             assert np.array_equal(ours.status, fresh.status) and ours.logprobs == fresh.logprobs
+
+
+class Recorded(TorchDispatchMode):
+    """Names of the tensor operations that run within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_between_logits_and_tokens_there_is_one_tensor_operation(name: str) -> None:
+    """From the second step of the same requests on; what is prepared once per batch is not counted."""
+    rng = np.random.default_rng(10)
+    params = [SamplingParams(**CONFIGURATIONS[name](rng)) for _ in range(6)]
+    logits, states = tied_logits(rng, 6), states_of(params, rng)
+    one = CompiledSampler()
+    one.sample(logits, params, range(6), range(6), states)
+    with Recorded() as recorded:
+        one.sample(logits, params, range(1, 7), range(6), states)
+    shares_memory = {"aten.lift_fresh.default", "aten.detach.default"}  # torch.from_numpy, Tensor.numpy
+    assert [each for each in recorded.names if each not in shares_memory] == ["deepinfer.sample.default"]
 
 
 def test_states_that_move_on_between_calls_are_seen() -> None:
