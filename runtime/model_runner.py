@@ -153,7 +153,7 @@ class CpuModelRunner:
         self.fill_step(batch)
         self._prepare_caches(batch)
         self._last_hidden = self.replay(batch.phase, batch.bucket)[0]
-        return self._logits_of(self._last_hidden, sampled_rows(batch))
+        return self.logits_of_rows(sampled_rows(batch))
 
     def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
         """float32 logits [len(rows), vocab] of rows of the last batch; valid until the next call."""

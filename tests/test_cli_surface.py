@@ -20,6 +20,9 @@ GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-token
 --top-k --top-p --min-p --min-tokens --logprobs --presence-penalty --frequency-penalty --repetition-penalty \
 --num-threads --config --json -q --quiet --version"
 INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
+BENCH = "KIND OUT -h --help --concurrency --input-len --output-len --chunk-size \
+--num-requests --vary --repeats --num-threads --output-json --output-markdown --plot --trace --config --json -q \
+--quiet --version"
 TRUST = "OUT -h --help --json -q --quiet --version"
 
 
@@ -48,6 +51,7 @@ def test_the_subcommands_and_their_flags_are_the_listed_ones() -> None:
     assert {name: _flags(parser) for name, parser in parsers.items()} == {
         "generate": set(GENERATE.split()),
         "inspect": set(INSPECT.split()),
+        "bench": set(BENCH.split()),
         "trust": set(TRUST.split()),
     }
 

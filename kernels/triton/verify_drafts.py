@@ -106,8 +106,8 @@ def _settle_kernel(
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     reached = 1
-    count = 0
-    code = 0
+    count: Any = 0  # becomes a tensor in the first round
+    code: Any = 0
     for row in range(tl.load(row_offsets + request), tl.load(row_offsets + request + 1)):
         found = tl.load(row_status + row).to(tl.int32)
         emitted = (reached > 0) & (found == 0)
