@@ -6,16 +6,19 @@ Owns the order of these and the clock. Knows nothing of text, files or graphs. O
 
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from deepinfer.errors import RequestError
+from deepinfer.runtime.finish import ERROR
 from deepinfer.runtime.model_runner import StepRunner
+from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.prompt_logprobs import forced_logprobs, prompt_logprobs
 from deepinfer.runtime.request import Batch, Request
+from deepinfer.runtime.request_ids import RequestIds, choice_id
 from deepinfer.runtime.sampler import CompiledSampler
 from deepinfer.runtime.sampler_interface import OK, STATUS_NAMES, Sampler
 from deepinfer.runtime.sampling_params import SamplingParams
@@ -25,7 +28,6 @@ from deepinfer.runtime.scheduler_config import SchedulerConfig
 from deepinfer.runtime.seeds import derived_seed
 
 _COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
-_EARLY_ABORT_SECONDS = 60.0  # how long an abort waits for the request it overtook
 _PROMPT_LOGPROB_ROWS = 256  # rows of one piece, which bounds the memory of their logits
 
 
@@ -33,7 +35,8 @@ class Engine:
     """Requests in, tokens out, one step at a time.
 
     Between two calls of `step` the engine is consistent. If `step` raises, be it an interrupt from the
-    keyboard, call `abort_all`: it ends every request and takes all memory back, and the engine is as new.
+    keyboard, what the caches hold is unknown: call `abort_all`, without which no further step is made. It
+    ends every request, with the tokens of the steps before, and takes all memory back: the engine is as new.
     """
 
     def __init__(
@@ -49,8 +52,8 @@ class Engine:
         self.scheduler = Scheduler(runner.limits, config)
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
         self._clock = clock
-        self._aborts: deque[str] = deque()  # filled by any thread
-        self._early_aborts: dict[str, float] = {}
+        self._ids = RequestIds()
+        self._in_step = False
 
     @property
     def has_work(self) -> bool:
@@ -72,14 +75,16 @@ class Engine:
         """Queues a request, drawing its seed if the parameters name none; its first choice is returned.
 
         request_id: its name, unique among unfinished ones; made up by default. timeout: seconds after which
-        it ends, whatever it has. Raises RequestError.
+        it ends, whatever it has. Raises RequestError, leaving no trace.
         """
         if timeout is not None and not 0 < timeout < float("inf"):
             raise RequestError(f"{timeout!r} is no number of seconds above 0", where="timeout")
         seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._apply_aborts()  # they may free the id
+        name = self._ids.choose(request_id, params.n)
         now = self._clock()
         deadline = None if timeout is None else now + timeout
-        request = self.scheduler.add(prompt_token_ids, params, seed, request_id=request_id, deadline=deadline)
+        request = self.scheduler.add(prompt_token_ids, params, seed, request_id=name, deadline=deadline)
         self._prepare(request, now)
         further = []
         for choice in range(1, params.n):
@@ -87,7 +92,7 @@ class Engine:
                 request.prompt_token_ids,
                 params,
                 derived_seed(seed, choice),
-                request_id=f"{request.request_id}/{choice}",
+                request_id=choice_id(name, choice),
                 deadline=deadline,
                 parent=request,
                 index=choice,
@@ -95,7 +100,7 @@ class Engine:
             self._prepare(own, now)
             further.append(own)
         request.choices, request.num_seeds_derived = tuple(further), len(further)
-        if self._early_aborts.pop(request.request_id, -np.inf) > now - _EARLY_ABORT_SECONDS:
+        if self._ids.enter(request, now):
             self._abort(request)
         return request
 
@@ -103,8 +108,12 @@ class Engine:
         """Queues a request that a PROMPT engine of the same artifact has handed on. Raises RequestError."""
         if prefilled.finish_reason != PREFILLED or prefilled.cache_state is None:
             raise RequestError("this request was not handed on by a PROMPT engine", where="prefilled")
-        request = self.scheduler.add_prefilled(prefilled, request_id)
-        self._prepare(request, self._clock())
+        self._apply_aborts()
+        request = self.scheduler.add_prefilled(prefilled, self._ids.choose(request_id))
+        now = self._clock()
+        self._prepare(request, now)
+        if self._ids.enter(request, now):
+            self._abort(request)
         return request
 
     def fork(self, request: Request, seed: int | None = None, request_id: str | None = None) -> Request:
@@ -115,9 +124,11 @@ class Engine:
         """
         if seed is None:
             seed = derived_seed(request.seed, request.num_seeds_derived + 1)
-        child = self.scheduler.fork(request, seed, request_id)
+        child = self.scheduler.fork(request, seed, self._ids.choose(request_id))
         request.num_seeds_derived += 1
-        self._prepare(child, self._clock())
+        now = self._clock()
+        self._prepare(child, now)
+        self._ids.enter(child, now)
         return child
 
     def step(self) -> list[Request]:
@@ -125,6 +136,8 @@ class Engine:
 
         Every request is returned exactly once with `finished` set, whatever ended it.
         """
+        assert not self._in_step, "the step before was interrupted: call abort_all"
+        self._in_step = True
         self._apply_aborts()
         self.scheduler.expire(self._clock())
         batch = self.scheduler.schedule()
@@ -137,37 +150,39 @@ class Engine:
             logits = self.runner.run(batch)
             for request in batch.loads:
                 request.cache_state = None
-            token_ids, errors = self._sample(batch, logits)
+            token_ids, errors, logprobs = self._sample(batch, logits)
             if batch.phase == "prefill":
                 self._score_prompts(batch)
             self._apply_aborts()
-            updated = self.scheduler.commit(batch, token_ids, errors)
+            self.scheduler.expire(self._clock())
+            updated = self._commit(batch, token_ids, errors, logprobs)
             if self.scheduler.prefilled:
                 self.scheduler.hand_on(self.runner.read_state)
             self.counts[f"{batch.phase}_steps"] += 1
             self.counts[f"{batch.phase}_rows"] += batch.num_rows
-            self.counts["tokens"] += errors.count(None)
         ended = self.scheduler.take_ended()
         seen = {id(request) for request in updated}
         updated += [request for request in ended if id(request) not in seen]
         self._stamp(updated)
+        self._in_step = False
         return updated
 
     def abort(self, request: Request | str) -> None:
-        """Ends a request and its further choices; without effect if it has ended.
+        """Ends a request and its further choices; without effect if all have ended.
 
         A request itself ends at once, which is for the engine's own thread. An id may come from any
         thread: it is applied by the next step; an id not known yet ends the request that brings it.
         """
         if isinstance(request, str):
-            self._aborts.append(request)
+            self._ids.abort(request)
         else:
             self._abort(request)
 
     def abort_all(self) -> None:
         """Ends every request, whatever an exception interrupted."""
-        self._aborts.clear()
         self.scheduler.abort_all()
+        self._ids.end_all(self._clock())
+        self._in_step = False
 
     def _prepare(self, request: Request, now: float) -> None:
         limits = self.scheduler.limits
@@ -181,21 +196,30 @@ class Engine:
             self.scheduler.abort(own)
 
     def _apply_aborts(self) -> None:
-        now = self._clock() if self._aborts or self._early_aborts else 0.0
-        while self._aborts:
-            name = self._aborts.popleft()
-            request = self.scheduler.get(name)
-            if request is None:
-                self._early_aborts[name] = now
-            else:
+        if self._ids.is_asked:
+            for request in self._ids.to_abort(self._clock()):
                 self._abort(request)
-        for name in [
-            name for name, since in self._early_aborts.items() if since <= now - _EARLY_ABORT_SECONDS
-        ]:
-            del self._early_aborts[name]
 
-    def _sample(self, batch: Batch, logits: Tensor) -> tuple[list[int], list[str | None]]:
-        """A token or the kind of an error for every sampled request; records log-probabilities."""
+    def _commit(
+        self,
+        batch: Batch,
+        token_ids: Sequence[int],
+        errors: Sequence[str | None],
+        logprobs: Sequence[Logprobs | None],
+    ) -> list[Request]:
+        """Records what a step gave, a token together with its log-probabilities or neither."""
+        for request, entry in zip(batch.sampled_requests, logprobs, strict=True) if logprobs else ():
+            if entry is not None and request.params.max_tokens and not request.finished:
+                request.logprobs.append(entry)
+        updated = self.scheduler.commit(batch, token_ids, errors)
+        made = (own for own in updated if own.finish_reason != ERROR and own.params.max_tokens)
+        self.counts["tokens"] += sum(1 for _ in made)
+        return updated
+
+    def _sample(
+        self, batch: Batch, logits: Tensor
+    ) -> tuple[list[int], list[str | None], list[Logprobs | None]]:
+        """A token or the kind of an error per sampled request; log-probabilities if any are asked for."""
         requests = batch.sampled_requests
         for request in requests:
             if request.sampling_state is not None:
@@ -209,7 +233,7 @@ class Engine:
         )
         token_ids = result.token_ids.tolist()
         errors = [None if code == OK else STATUS_NAMES[code] for code in result.status.tolist()]
-        found = list(result.logprobs) or [None] * len(requests)
+        found = list(result.logprobs)
         for row, request in enumerate(requests):
             golden = request.params.golden_token_ids[len(request.output_token_ids) :][:1]
             if golden and errors[row] is None and golden[0] != token_ids[row]:
@@ -218,9 +242,7 @@ class Engine:
                     found[row] = forced_logprobs(
                         logits[row], golden[0], request.params, request.sampling_state
                     )
-            if request.params.max_tokens and (logprobs := found[row]) is not None:
-                request.logprobs.append(logprobs)
-        return token_ids, errors
+        return token_ids, errors, found
 
     def _score_prompts(self, batch: Batch) -> None:
         """Log-probabilities of the prompt tokens that follow this step's rows, where they are asked for."""
@@ -247,6 +269,7 @@ class Engine:
                 request.times.setdefault("first_token", now)
             if request.finished:
                 request.times["end"] = now
+        self._ids.leave((request for request in updated if request.finished), now)
 
 
 def timing_seconds(request: Request) -> dict[str, float]:

@@ -40,7 +40,7 @@ class StepRunner(Protocol):
     def run(self, batch: Batch) -> Tensor:
         """float32 logits [len(batch.sampled_requests), vocab], valid until the next call.
 
-        Before the step, fills what `batch.loads` and `batch.copies` say.
+        Before the step, fills what `batch.copies` and then `batch.loads` say.
         """
         ...
 
@@ -164,12 +164,12 @@ class CpuModelRunner:
         return self._state().read(request.block_table, request.slot_id)
 
     def _prepare_caches(self, batch: Batch) -> None:
-        for request in batch.loads:
-            assert request.cache_state is not None, request.request_id
-            self._state().write(request.block_table, request.slot_id, request.cache_state)
         if batch.copies:
             self._check_copies(batch.copies)
             self._state().copy(batch.copies)
+        for request in batch.loads:
+            assert request.cache_state is not None, request.request_id
+            self._state().write(request.block_table, request.slot_id, request.cache_state)
 
     def _state(self) -> CacheArenas:
         assert self._arenas is not None, "the runner was made without its arenas"

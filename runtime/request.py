@@ -144,8 +144,10 @@ class Batch:
     phase: str  # "prefill" or "decode"
     bucket: int  # token rows of the graph, at least num_rows
     rows: tuple[ScheduledRows, ...]
-    loads: tuple[Request, ...] = ()  # cache contents to be written before the graph runs
-    copies: tuple[StateCopy, ...] = ()  # then these, in order
+    copies: tuple[
+        StateCopy, ...
+    ] = ()  # made in order before the graph runs, of memory that may be free by now
+    loads: tuple[Request, ...] = ()  # then their cache contents are written
 
     @property
     def num_rows(self) -> int:

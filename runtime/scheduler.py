@@ -52,7 +52,7 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._prefilled_started: list[Request] = []  # whose cache contents the next step loads
         self._with_deadline: dict[str, tuple[Request, float]] = {}
-        self._scheduled: list[Request] = []  # in the batch that is not committed yet, apart from `decoding`
+        self._batch: Batch | None = None  # not committed yet
         self._arrivals = itertools.count()
         self._prefill_steps = 0  # in a row
         self._decode_steps_due = 0
@@ -65,10 +65,6 @@ class Scheduler:
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if the request could not be served even by an empty engine."""
         check_request(self.limits, prompt_token_ids, params)
-
-    def get(self, request_id: str) -> Request | None:
-        """The unfinished request of that id."""
-        return self._live.get(request_id)
 
     def add(
         self,
@@ -119,13 +115,15 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, or None if nothing is left to compute. Never an empty step."""
-        assert not self._scheduled, "the batch before was not committed"
+        assert self._batch is None, "the batch before was not committed"
         if self.config.engine_type is EngineType.COMPLETION or not self._wants_prefill():
             self._start_prefilled()
             batch = self._decode_batch()
             if batch is not None or self.config.engine_type is EngineType.COMPLETION:
+                self._batch = batch
                 return batch
-        return self._prefill_batch()
+        self._batch = self._prefill_batch()
+        return self._batch
 
     def commit(self, batch: Batch, token_ids: Sequence[int], errors: Sequence[str | None]) -> list[Request]:
         """Records a step's results; returns the requests that got a token or an error, in row order.
@@ -134,8 +132,9 @@ class Scheduler:
         the request without a token. A request that ended since the batch was made gets nothing.
         """
         sampled = batch.sampled_requests
+        assert batch is self._batch, "a batch is committed once, before the next one is made"
         assert len(sampled) == len(token_ids) == len(errors), "one result per sampled request"
-        self._scheduled = []
+        self._batch = None
         alive = 0
         for request, start, count, _ in batch.rows:
             request.num_positions_processed += count
@@ -216,9 +215,9 @@ class Scheduler:
         for request in self._live.values():
             request.status, request.finish_reason = RequestStatus.FINISHED, ABORT
             request.block_table, request.slot_id, request.cache_state = (), 0, None
-        self.prefilling, self._prefill_steps, self._decode_steps_due = None, 0, 0
+        self.prefilling, self._batch, self._prefill_steps, self._decode_steps_due = None, None, 0, 0
         queues: tuple[Any, ...] = (self.waiting, self.decoding, self.prefilled, self.ended)
-        for kept in (*queues, self._live, self._with_deadline, self._scheduled, self._prefilled_started):
+        for kept in (*queues, self._live, self._with_deadline, self._prefilled_started):
             kept.clear()
         self._memory.reset()
 
@@ -227,7 +226,7 @@ class Scheduler:
         cut = [self.prefilling] if self.prefilling else []
         queued = [*self.waiting, *self.decoding, *self.prefilled, *cut]
         assert len({id(request) for request in queued}) == len(queued), "a request is queued twice"
-        if not self._scheduled:
+        if self._batch is None:
             assert {id(request) for request in queued} == {id(own) for own in self._live.values()}
         self._memory.check_integrity(self._live.values())
         assert [own.arrival for own in self.waiting] == sorted(own.arrival for own in self.waiting)
@@ -292,14 +291,13 @@ class Scheduler:
             last = request.num_computed_tokens + count == request.num_tokens
             forks = self._start_choices(request) if last else ()
             rows.append(ScheduledRows(request, request.num_computed_tokens, count, forks))
-            self._scheduled += [request, *forks]
         if not rows:
             return None
         self._prefill_steps = self._prefill_steps + 1 if self.decoding else 0
         enough = self._prefill_steps >= self.config.max_prefill_steps
         self._decode_steps_due = self.config.min_decode_steps if enough else 0
         bucket = smallest_bucket(self.limits.prefill_buckets, self._prefill_budget() - left)
-        return Batch("prefill", bucket, tuple(rows), self._loads(), copies)
+        return Batch("prefill", bucket, tuple(rows), copies, self._loads())
 
     def _decode_batch(self) -> Batch | None:
         if not self.decoding:
@@ -315,9 +313,8 @@ class Scheduler:
         rows = tuple([ScheduledRows(request, request.num_computed_tokens, 1) for request in requests])
         self._prefill_steps = 0
         self._decode_steps_due = max(0, self._decode_steps_due - 1)
-        self._scheduled = requests
         bucket = smallest_bucket(self.limits.decode_buckets, len(rows))
-        return Batch("decode", bucket, rows, self._loads(), self._memory.take_copies())
+        return Batch("decode", bucket, rows, self._memory.take_copies(), self._loads())
 
     def _loads(self) -> tuple[Request, ...]:
         started, self._prefilled_started = self._prefilled_started, []

@@ -100,16 +100,16 @@ class TableRunner:
         }
 
     def _prepare_caches(self, batch: Batch) -> None:
+        for copy in batch.copies:
+            self._slots[copy.slot] = self._slots[copy.source_slot]
+            if copy.block:
+                self._blocks[copy.block] = self._blocks[copy.source_block]
         for request in batch.loads:
             state = request.cache_state
             assert state is not None, request.request_id
             blocks = np.frombuffer(state.blocks, np.int64).reshape(-1, self.limits.block_tokens)
             self._blocks[np.asarray(request.block_table, np.int64)] = blocks
             self._slots[request.slot_id] = np.frombuffer(state.slot, np.int64)
-        for copy in batch.copies:
-            self._slots[copy.slot] = self._slots[copy.source_slot]
-            if copy.block:
-                self._blocks[copy.block] = self._blocks[copy.source_block]
 
     def _contexts(self, rows: ScheduledRows, places: Sequence[int]) -> list[_Ids]:
         """Token ids up to each of these positions of a request, as its cache holds them now."""
