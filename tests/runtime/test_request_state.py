@@ -10,85 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_graphs import fake_limits, fake_runner
-from torch import Tensor
+from spy_runner import PROMPT, Fault, Spy, alone, at, fail, limits, params, run_all, spied
 
 from deepinfer.errors import RequestError
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.limits import Limits
 from deepinfer.runtime.outputs import CompletionOutput, RequestOutput
-from deepinfer.runtime.request import Batch, Request, RequestStatus
-from deepinfer.runtime.sampler import CompiledSampler
+from deepinfer.runtime.request import Request, RequestStatus
 from deepinfer.runtime.sampler_interface import Sampled
-from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler import Scheduler
 from deepinfer.runtime.scheduler_config import EngineType, SchedulerConfig
 from deepinfer.runtime.table_runner import WINDOW, TableRunner
 
 EOS, POISON = 1, 9
-PROMPT = [3, 12, 4, 15, 8, 2, 6]  # L = 7
-
-
-def limits(**changes: object) -> Limits:
-    return fake_limits(**{"vocab_size": 20, "num_slots": 9, "num_blocks": 65} | changes)  # type: ignore[arg-type]
-
-
-def params(max_tokens: int, **options: object) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": max_tokens, "seed": 5, "ignore_eos": True, "logprobs": 0} | options
-    )
-
-
-def run_all(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.scheduler.check_integrity()
-
-
-def alone(prompt: Sequence[int], own: SamplingParams, **options: Any) -> Request:
-    engine = Engine(TableRunner(limits(), **options))
-    request = engine.add_request(prompt, own)
-    run_all(engine)
-    return request
-
-
-class Spy:
-    """A table runner, and a sampler, that note what they are asked for; a hook may raise at any stage."""
-
-    name = "spy"
-
-    def __init__(self, hook: Callable[[str], None] = lambda stage: None, **options: Any) -> None:
-        self.inner, self.hook = TableRunner(limits(), **options), hook
-        self.limits = self.inner.limits
-        self.read_state = self.inner.read_state
-        self.log: list[tuple] = []
-        self._sampler = CompiledSampler()
-
-    def run(self, batch: Batch) -> Tensor:
-        self.hook("launch")
-        self.inner.run(dataclasses.replace(batch, rows=batch.rows[:1]))  # some rows are in the caches
-        self.hook("half")
-        logits = self.inner.run(batch)
-        self.hook("head")
-        for rows in batch.rows:
-            positions = tuple(range(rows.start, rows.start + rows.count))
-            self.log.append(("model", rows.request.request_id, positions))
-        return logits
-
-    def logits_of_rows(self, rows: np.ndarray) -> Tensor:
-        self.hook("scores")
-        return self.inner.logits_of_rows(rows)
-
-    def sample(self, *arguments: Any) -> Sampled:
-        self.hook("sampler")
-        result = self._sampler.sample(*arguments)
-        self.log += [("decision", position) for position in arguments[2]]
-        self.hook("sampled")
-        return result
-
-
-def spied(hook: Callable[[str], None] = lambda stage: None, **options: Any) -> tuple[Engine, Spy]:
-    spy = Spy(hook, **options)
-    return Engine(spy, sampler=spy), spy
 
 
 def test_model_decision_and_commit_alternate_and_the_last_token_is_never_processed() -> None:
@@ -255,26 +189,6 @@ def test_a_batch_is_committed_once() -> None:
     assert request.output_token_ids == [3]
 
 
-def at(stage: str, time: int, act: Callable[[], object]) -> Callable[[str], None]:
-    """A hook that acts when a stage is reached for the given time, from 1 on."""
-    left = [time]
-
-    def hook(reached: str) -> None:
-        left[0] -= reached == stage
-        if reached == stage and left[0] == 0:
-            act()
-
-    return hook
-
-
-class Fault(Exception):
-    """What a device may raise."""
-
-
-def fail() -> None:
-    raise Fault
-
-
 ENDS: dict[str, tuple[dict, tuple]] = {
     # what happens -> parameters, then (O, P, finish_reason, stop_reason, rows of the model)
     "no tokens wanted": ({"max_tokens": 0, "prompt_logprobs": 0}, (0, 7, "length", None, 7)),
@@ -340,58 +254,6 @@ def test_refused_request_reaches_neither_model_nor_sampler() -> None:
         with pytest.raises(RequestError):
             engine.add_request(prompt, own)
     assert engine.step() == [] and spy.log == [] and not engine.has_work
-
-
-CALLS = [
-    (PROMPT, params(9)),
-    ([8, 8, 2], params(12, temperature=0)),
-    ([5] * 20, params(6, prompt_logprobs=1, n=2)),
-]
-
-
-@pytest.mark.parametrize("stage", ["launch", "half", "head", "sampler", "sampled", "scores", "commit"])
-@pytest.mark.parametrize("time", [1, 3])
-def test_fault_in_a_step_leaves_whole_tokens_and_a_retry_gives_the_uninterrupted_ones(
-    stage: str, time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TXN-01 to TXN-04, TXN-06: nothing of the step counts, its memory is used only after `abort_all`."""
-    whole = [alone(prompt, own) for prompt, own in CALLS]
-    engine, _ = spied(at(stage, time if stage != "scores" else 1, fail))
-    requests = [engine.add_request(prompt, own) for prompt, own in CALLS]
-    if stage == "commit":
-        finish = Scheduler.finish
-        interrupt = at("commit", time, fail)
-
-        def finish_or_fail(*arguments: Any) -> None:
-            interrupt("commit")
-            finish(*arguments)
-
-        monkeypatch.setattr(Scheduler, "finish", finish_or_fail)
-    with pytest.raises(Fault):
-        for _ in range(100):
-            before = [list(own.output_token_ids) for own in requests]
-            engine.step()
-    for request, tokens, other in zip(requests, before, whole, strict=True):
-        made = request.output_token_ids
-        assert made == other.output_token_ids[: len(made)]
-        assert made == tokens or stage == "commit", "all of the step or nothing"
-        assert request.logprobs[: len(made)] == other.logprobs[: len(made)]
-    with pytest.raises(AssertionError, match="abort_all"):
-        engine.step()
-    engine.abort_all()
-    engine.scheduler.check_integrity()
-    assert engine.scheduler.blocks.num_used == engine.scheduler.slots.num_used == 0
-    assert not engine.has_work and {own.finish_reason for own in requests} <= {"abort", "length"}
-    again = [engine.add_request(prompt, own) for prompt, own in CALLS]
-    led = [
-        engine.add_request(prompt, dataclasses.replace(own, n=1, golden_token_ids=request.output_token_ids))
-        for (prompt, own), request in zip(CALLS, requests, strict=True)
-    ]
-    run_all(engine)
-    for retry, resumed, other in zip(again, led, whole, strict=True):
-        assert (retry.output_token_ids, retry.logprobs) == (other.output_token_ids, other.logprobs)
-        assert retry.prompt_logprobs == other.prompt_logprobs
-        assert resumed.output_token_ids == other.output_token_ids
 
 
 def test_a_branch_that_is_given_up_leaves_no_trace() -> None:
