@@ -5,6 +5,7 @@ work. Figures are plain data: medians, p90 and p99 of repeated runs after a warm
 """
 
 import gc
+import json
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepinfer.errors import ResourceError, UsageError
 from deepinfer.runtime.engine import Engine
@@ -195,8 +197,6 @@ def sweep(workload: Workload, name: str, values: Iterable[int]) -> list[Workload
 
 def _engine(llm: LLM, workload: Workload) -> Engine:
     """A fresh engine over the loaded artifact. Raises UsageError for what it cannot serve."""
-    import torch
-
     limits = llm.limits
     for name in ("concurrency", "input_len", "output_len", "chunk_size", "num_threads"):
         value = getattr(workload, name)
@@ -253,8 +253,6 @@ def _seconds(call: Any) -> float:
 
 
 def _json(text: str) -> dict[str, Any]:
-    import json
-
     found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     return found
 

@@ -21,8 +21,8 @@ GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-token
 --num-threads --config --json -q --quiet --version"
 INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
 BENCH = "KIND OUT -h --help --concurrency --input-len --output-len --chunk-size \
---num-requests --vary --repeats --num-threads --output-json --output-markdown --plot --trace --config --json -q \
---quiet --version"
+--num-requests --vary --repeats --num-threads --output-json --output-markdown --plot --trace --config --json \
+-q --quiet --version"
 TRUST = "OUT -h --help --json -q --quiet --version"
 
 
