@@ -1,9 +1,8 @@
 """Log-probabilities of tokens that are given, not drawn: a prompt's own, and those of a forced continuation.
 
-By the definition of the sampler, one row at a time, so a value is a function of its row alone.
+By the operation that draws, so that a token has the same bits whether it was drawn, forced or in a prompt.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from deepinfer.kernels.sampling import OK, Arguments, distribution, logprobs
+from deepinfer.kernels import sample as sample_op
+from deepinfer.kernels.sampling import FORCED_TOP_K, OK, Arguments, adjusted_logits
 from deepinfer.runtime.outputs import Logprob, Logprobs
+from deepinfer.runtime.sampler_interface import LOWEST_LOGPROB
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.sampling_state import SamplingState
-
-_LOWEST = float(np.finfo(np.float32).min)
 
 
 def prompt_logprobs(
@@ -29,9 +28,7 @@ def prompt_logprobs(
     distribution.
     """
     assert params.prompt_logprobs is not None
-    rows = len(token_ids)
-    arguments = _plain_arguments(logits, params)._replace(num_logprobs=params.prompt_logprobs)
-    return [_of_row(arguments, row, token_ids[row]) for row in range(rows)]
+    return _of_rows(_plain_arguments(logits, params), token_ids, params.prompt_logprobs)
 
 
 def forced_logprobs(
@@ -39,10 +36,10 @@ def forced_logprobs(
 ) -> Logprobs | None:
     """Of a token that was forced in place of the one drawn from `logits [vocab] f32` (spec engine H.3)."""
     assert params.logprobs is not None
-    arguments = _plain_arguments(logits[None], params)._replace(num_logprobs=params.logprobs)
+    arguments = _plain_arguments(logits[None], params)
     if state is not None:
         arguments = arguments._replace(**_of_state(params, state))
-    return _of_row(arguments, 0, token_id)
+    return _of_rows(arguments, [token_id], params.logprobs)[0]
 
 
 def _of_state(params: SamplingParams, state: SamplingState) -> dict[str, Any]:
@@ -88,19 +85,45 @@ def _plain_arguments(logits: torch.Tensor, params: SamplingParams) -> Arguments:
     )
 
 
-def _of_row(arguments: Arguments, row: int, token_id: int) -> Logprobs | None:
-    found = distribution(arguments, row)
-    if found.status != OK:
-        return None
-    ids, values = logprobs(arguments, row, found, token_id)
-    kept = arguments.raw_logprobs or token_id in found.ids
-    logits = arguments.logits[row].numpy() if arguments.raw_logprobs else found.logits
-    entries = {
-        token_id: Logprob(max(float(values[0]), _LOWEST) if kept else _LOWEST, rank_of(logits, token_id))
-    }
-    for place, (other, value) in enumerate(zip(ids[1:].tolist(), values[1:].tolist(), strict=True), start=1):
-        if other >= 0 and other != token_id and math.isfinite(value):
-            entries[other] = Logprob(value, place)
+def _of_rows(arguments: Arguments, token_ids: Sequence[int], count: int) -> list[Logprobs | None]:
+    """For each row: its token, then the `count` best; None for a row that is no distribution."""
+    # Processed, all that is kept is listed, as what is not listed is not kept. Raw, the best names the sum.
+    raw, vocab = arguments.raw_logprobs, arguments.logits.shape[1]
+    num_listed = max(count, 1) if raw else min(vocab, FORCED_TOP_K)
+    _, status, *listed = sample_op.native(*arguments._replace(num_logprobs=num_listed))
+    all_ids, all_values = (each.numpy()[:, 1:] for each in listed)
+    rows = zip(status.tolist(), token_ids, all_ids, all_values, strict=True)
+    return [
+        _of_row(arguments, row, token, count, ids, values) if code == OK else None
+        for row, (code, token, ids, values) in enumerate(rows)
+    ]
+
+
+def _of_row(
+    arguments: Arguments,
+    row: int,
+    token_id: int,
+    count: int,
+    ids: NDArray[np.int64],
+    values: NDArray[np.float32],
+) -> Logprobs:
+    """ids, values: what the operation lists, the largest first."""
+    places = np.flatnonzero(ids == token_id)
+    if len(places):
+        rank, value = int(places[0]) + 1, float(values[places[0]])
+    elif arguments.raw_logprobs:
+        logits = arguments.logits[row].numpy()
+        with np.errstate(over="ignore"):
+            # as the operation does it: the largest logit's value is 0 - log sum
+            value = float(logits[token_id] - logits[ids[0]] + values[0])
+        rank = rank_of(logits, token_id)
+    else:
+        rank, value = rank_of(adjusted_logits(arguments, row), token_id), LOWEST_LOGPROB
+    entries = {token_id: Logprob(max(value, LOWEST_LOGPROB), rank)}
+    best = zip(ids[:count].tolist(), values[:count].tolist(), strict=True)
+    for place, (other, other_value) in enumerate(best, start=1):
+        if place != rank and other_value >= LOWEST_LOGPROB:
+            entries[other] = Logprob(other_value, place)
     return entries
 
 

@@ -1,5 +1,6 @@
 """Contracts of model, sampler and loop: rows, selection, random numbers, counts, over the table backend."""
 
+import dataclasses
 import inspect
 import math
 from pathlib import Path
@@ -323,3 +324,46 @@ def test_order_of_requests_with_and_without_penalties_changes_nothing() -> None:
     first = run(Engine(TableRunner(limits())), one, two)
     second = run(Engine(TableRunner(limits())), two, one)[::-1]
     assert [a.output_token_ids for a in first] == [b.output_token_ids for b in second]
+
+
+SCORED = [
+    {"top_p": 0.7},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_k": 9, "min_p": 0.01},
+    {"logprobs_mode": "raw", "temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("options", SCORED, ids=str)
+def test_a_token_has_the_same_log_probability_drawn_forced_or_in_a_prompt(options: dict) -> None:
+    """To the last bit: a text that is scored again, or followed with another seed, shows no difference."""
+    vocab = 16 if options == SCORED[0] else 300
+    wide = dataclasses.replace(fake_limits(vocab_size=vocab), image_token_id=None)
+    drawn = []
+    for seed in range(4):
+        (request,) = run(Engine(TableRunner(wide)), ([3, 4, 5], sampled(20, seed, logprobs=3, **options)))
+        tokens = request.output_token_ids
+        forced = sampled(20, seed + 100, logprobs=3, golden_token_ids=tokens, **options)
+        (followed,) = run(Engine(TableRunner(wide)), ([3, 4, 5], forced))
+        assert followed.output_token_ids == tokens and followed.logprobs == request.logprobs
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=3, **options)
+        (scored,) = run(Engine(TableRunner(wide)), ([3, 4, 5, *tokens], asked))
+        assert scored.prompt_logprobs[3:] == request.logprobs
+        drawn += tokens
+    assert len(set(drawn)) > 5
+
+
+def test_forced_token_is_scored_after_penalties_and_bias() -> None:
+    """Nothing that the request asks for is left out; a token that is not allowed has the lowest value."""
+    options = {"repetition_penalty": 1.7, "presence_penalty": 0.3, "logit_bias": {5: 1.25}, "logprobs": 4}
+    for allowed in (None, [5, 6, 7, 8]):
+        own = sampled(12, 3, allowed_token_ids=allowed, **options)
+        (request,) = run(Engine(TableRunner(limits())), ([3, 4, 5], own))
+        golden = [*request.output_token_ids[:11], 9]
+        (followed,) = run(
+            Engine(TableRunner(limits())),
+            ([3, 4, 5], sampled(12, 4, allowed_token_ids=allowed, golden_token_ids=golden, **options)),
+        )
+        assert followed.logprobs[:11] == request.logprobs[:11]
+        value = followed.logprobs[11][9].logprob
+        assert (value < -1e38) is (allowed is not None)
