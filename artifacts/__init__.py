@@ -4,7 +4,7 @@ An artifact is a plain directory:
 
     manifest.json                       identity: canonical JSON; its SHA-256 is the artifact id
     graphs/<phase>-<bucket>/            model.so, [model.json], signature.json, graph.txt, passes.json
-    native/                             libdeepinfer_ops.so (GPU machine code: *.cubin, *.json)
+    native/                             libdeepinfer_ops.so (GPU machine code: kernels.json, *.cubin, texts)
     weights/*.safetensors               one store for all graphs
     tokenizer/                          *.json, *.txt, *.jinja
     reports/                            sidecars outside the identity: <kind>-<first 16 digits of the id>.json
@@ -61,6 +61,7 @@ from deepinfer.artifacts.pass_texts import pack_texts, pass_texts_kind
 from deepinfer.artifacts.reader import OpenedArtifact, check_compatible, open_artifact
 from deepinfer.artifacts.safetensors_index import TensorEntry
 from deepinfer.artifacts.schema import (
+    KERNEL_TABLE,
     CacheLayout,
     CacheRegion,
     Certificate,
@@ -70,6 +71,8 @@ from deepinfer.artifacts.schema import (
     GraphResult,
     GraphSignature,
     InputSpec,
+    KernelEntry,
+    KernelTable,
     Limits,
     Manifest,
     ModelInfo,
@@ -99,6 +102,9 @@ __all__ = [
     "GraphSignature",
     "GraphView",
     "InputSpec",
+    "KERNEL_TABLE",
+    "KernelEntry",
+    "KernelTable",
     "Limits",
     "Manifest",
     "ModelInfo",

@@ -69,6 +69,8 @@ def render(facts: dict[str, Any]) -> str:
         lines += [_result_line(result) for result in certificate["graphs"]]
     if not facts["certificates"]:
         lines.append("certificate none")
+    if facts["kernels"] is not None:
+        lines += kernel_lines(facts["kernels"], executed=bool(facts["certificates"]))
     lines += [f"ignored     reports/{name}" for name in facts["reports_ignored"]]
     lines += [f"file        {_size(entry['bytes']):>12}  {entry['path']}" for entry in facts["files"]]
     return "".join(f"{printable(line)}\n" for line in lines)
@@ -89,6 +91,7 @@ def _facts(artifact: OpenedArtifact) -> dict[str, Any]:
         graph: {result.name: result.rewrites for result in report.passes if result.rewrites}
         for graph, report in artifact.pass_reports.items()
     }
+    facts["kernels"] = None if artifact.kernels is None else msgspec.to_builtins(artifact.kernels)
     facts["artifact_id"] = artifact.artifact_id
     facts["buckets"] = buckets
     facts["total_file_bytes"] = sum(entry.bytes for entry in artifact.manifest.files)
@@ -103,6 +106,28 @@ def _certificate_facts(certificate: Certificate) -> dict[str, Any]:
 
 def _pass_note(info: dict[str, Any]) -> str:
     return f", {info['rewrites']} rewrites{'' if info['exact'] else ', approximate'}"
+
+
+def kernel_lines(table: dict[str, Any], *, executed: bool) -> list[str]:
+    """What the kernels of a `KernelTable` take of a card, as columns; the assembler says so, not a run."""
+    lines = [f"compiler    {name} {version}" for name, version in table["compilers"].items()]
+    lines.append(
+        f"kernels     {len(table['kernels'])}, registers and spilled bytes per thread, shared memory in bytes"
+        f"{'' if executed else '; nothing of them ran yet'}"
+    )
+    widths = (22, 26, 7)
+    heads = ("operation", "kernel", "code")
+    columns = "threads  registers  shared  spilled"
+    lines.append("            " + " ".join(f"{h:<{w}}" for h, w in zip(heads, widths, strict=True)) + columns)
+    for entry in table["kernels"]:
+        names = (entry["op"], entry["kernel"], entry["language"])
+        told = " ".join(f"{n:<{w}}" for n, w in zip(names, widths, strict=True))
+        note = "" if entry["chosen"] else "  not chosen"
+        lines.append(
+            f"            {told}{entry['threads']:>7} {entry['registers']:>10} {entry['shared_bytes']:>7} "
+            f"{entry['spill_bytes']:>8}{note}"
+        )
+    return lines
 
 
 def _result_line(result: dict[str, Any]) -> str:

@@ -25,9 +25,11 @@ from deepinfer.artifacts.files import (
 )
 from deepinfer.artifacts.safetensors_index import TensorEntry, read_index
 from deepinfer.artifacts.schema import (
+    KERNEL_TABLE,
     MANIFEST_NAME,
     FileEntry,
     GraphSignature,
+    KernelTable,
     Manifest,
     PassReport,
 )
@@ -75,7 +77,8 @@ def read_manifest(root_fd: int) -> tuple[Manifest, str]:
 class OpenedArtifact:
     """A checked artifact: `manifest`, `artifact_id`, `signatures`, `pass_reports`, `tensors`, and its files.
 
-    `tensors` maps weight names to their place in the files below `weights/`. A context manager; `close`
+    `tensors` maps weight names to their place in the files below `weights/`; `kernels` is the table of those
+    for a graphics card, or None. A context manager; `close`
     releases the root's descriptor.
     """
 
@@ -93,6 +96,7 @@ class OpenedArtifact:
             for graph in self.manifest.graphs
         }
         self.tensors = self._read_tensors(verify=verify)
+        self.kernels = self._read_kernels()
         self._check_constants()
 
     def __enter__(self) -> "OpenedArtifact":
@@ -172,6 +176,18 @@ class OpenedArtifact:
 
     def _read_struct(self, path: str, struct_type: type[T]) -> T:
         return decode_struct(self.read_file(path), struct_type, where=path)
+
+    def _read_kernels(self) -> KernelTable | None:
+        """The table of kernels, of which every one has its machine code; None where there is none."""
+        if KERNEL_TABLE not in self._files:
+            return None
+        table = self._read_struct(KERNEL_TABLE, KernelTable)
+        for entry in table.kernels:
+            if f"native/{entry.files}.cubin" not in self._files:
+                raise ArtifactFormatError(
+                    f"no machine code of {entry.kernel}", where=KERNEL_TABLE, action="rebuild the artifact"
+                )
+        return table
 
     def _read_signature(self, graph: str) -> GraphSignature:
         path = f"graphs/{graph}/signature.json"

@@ -14,6 +14,7 @@ FORMAT_VERSION = 1
 ARTIFACT_KIND = "deepinfer-artifact"
 MANIFEST_NAME = "manifest.json"
 REPORTS_DIRECTORY = "reports"
+KERNEL_TABLE = "native/kernels.json"
 
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}\Z")]
@@ -213,6 +214,32 @@ class GraphResult(Record, frozen=True, kw_only=True):
     verdict: Literal["pass", "fail"]
     tolerances: dict[str, float]
     first_differing_layer: Text | None = None
+
+
+class KernelEntry(Record, frozen=True, kw_only=True):
+    """One kernel for a graphics card; its files below `native/` begin with `files`.
+
+    Registers and spilled bytes are those of a thread. `chosen`: what serves the operation where there are two
+    languages. `form` are its compile-time parameters and the types of the others.
+    """
+
+    op: Name
+    kernel: Name
+    language: Literal["triton", "cuda"]
+    chosen: bool
+    files: Name
+    threads: Positive
+    registers: Count
+    shared_bytes: Count
+    spill_bytes: Count
+    form: dict[str, str]
+
+
+class KernelTable(Record, frozen=True, kw_only=True):
+    """`native/kernels.json`: the operations at the model's shapes as machine code, and what made it."""
+
+    compilers: dict[str, str]
+    kernels: tuple[KernelEntry, ...]
 
 
 class Certificate(Record, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from deepinfer.errors import ArtifactCorruptError, ArtifactFormatError
 REQUIRED_GRAPH_FILES = ("graph.txt", "model.so", "passes.json", "signature.json")
 OPTIONAL_GRAPH_FILES = ("model.json",)
 _DIRECTORY_SUFFIXES = {
-    "native": (".so", ".cubin", ".json"),
+    "native": (".so", ".cubin", ".json", ".ptx", ".ttgir", ".ttir"),
     "weights": (".safetensors",),
     "tokenizer": (".json", ".txt", ".jinja"),
 }

@@ -288,7 +288,7 @@ def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: in
         ),
         disabled_passes=options.disabled_passes,
         options={**options.effective(), "isa": build.isa},
-        cache=_cache_section(layout),
+        cache=cache_section(layout),
         limits=Limits(max_model_len=options.max_model_len or 0, max_num_seqs=options.max_num_seqs),
         tolerances=TOLERANCES[options.precision],
         graphs=tuple(
@@ -304,7 +304,8 @@ def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: in
     )
 
 
-def _cache_section(layout: declared.CacheLayout) -> CacheLayout:
+def cache_section(layout: declared.CacheLayout) -> CacheLayout:
+    """The layout as a manifest records it."""
     return CacheLayout(
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,

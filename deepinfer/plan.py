@@ -152,7 +152,7 @@ def plan_model(
     when a graph cannot be traced.
     """
     started = time.perf_counter()
-    folder, config = _read_config(Path(model))
+    folder, config = read_model_config(Path(model))
     options = options or CompileConfig()
     require_cpu(options.target)
     PassManager(PASSES_EXACT, options.disabled_passes)  # refuses names that no pass has
@@ -179,8 +179,11 @@ def plan_model(
     )
 
 
-def _read_config(model: Path) -> tuple[Path, ModelConfig]:
-    """The folder of the config and what it says."""
+def read_model_config(model: Path) -> tuple[Path, ModelConfig]:
+    """The folder of the config `model`, or of the folder `model`, and what it says.
+
+    Raises UsageError when there is none, ModelError for one that cannot be built.
+    """
     if not model.exists():
         raise UsageError("does not exist", where=f"MODEL {model}")
     folder = model if model.is_dir() else model.parent

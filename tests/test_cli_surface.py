@@ -13,7 +13,7 @@ from deepinfer.cli import diff as diff_command
 from deepinfer.cli import main as main_command
 
 COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-tokens --max-model-len \
---max-num-seqs --jobs --kv-cache-memory-bytes \
+--max-num-seqs --jobs --kernels --kv-cache-memory-bytes \
 --target --config --plan --dump --force --json -q --quiet --version"
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \

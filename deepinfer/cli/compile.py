@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from deepinfer.artifacts.inspect import kernel_lines
 from deepinfer.cli.common import (
     EXIT_DIFFERENT,
     Environment,
@@ -45,6 +46,11 @@ def build_parser(*, with_output: bool = True) -> argparse.ArgumentParser:
         "--plan",
         action="store_true",
         help="write nothing: print what a build would make of MODEL, here also a config.json without weights",
+    )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="compile no graphs, but every operation for the graphics card --target; MODEL as with --plan",
     )
     parser.add_argument("--target", choices=tuple(TARGETS), default=UNSET, help="what the code is for (cpu)")
     parser.add_argument(
@@ -93,6 +99,8 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     options = parser.parse_args(join_lists(arguments, _LISTS))
     if options.plan and (options.output is not None or options.force or options.dump is not None):
         parser.error("--plan writes nothing: leave out -o/--output, --dump and --force")
+    if options.kernels and (options.plan or options.dump is not None):
+        parser.error("--kernels makes no graphs: leave out --plan and --dump")
     settings = load_settings(
         options.config,
         compile_flags={
@@ -106,6 +114,8 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
             "jobs": options.jobs,
         },
     )
+    if options.kernels:
+        return _kernels(options, settings.compile)
     if options.plan:
         return _plan(options, settings.compile, environment)
     model = existing_folder(options.model, "MODEL")
@@ -133,6 +143,28 @@ def _plan(options: argparse.Namespace, config: CompileConfig, environment: Envir
     with progress_for(options) as progress:
         plan = plan_model(options.model, config, cache_dir=environment.cache_dir, progress=progress)
     print(to_json(plan.to_dict()) if options.json else plan_text(plan))
+    return 0
+
+
+def _kernels(options: argparse.Namespace, config: CompileConfig) -> int:
+    from deepinfer.gpu_kernels import compile_kernels
+
+    with progress_for(options) as progress:
+        result = compile_kernels(
+            options.model, options.output, config, force=options.force, progress=progress
+        )
+    table = msgspec.to_builtins(result.table)
+    if options.json:
+        facts = {
+            "artifact_id": result.artifact_id,
+            "out_dir": str(result.out_dir),
+            "executed": False,
+            **table,
+        }
+        print(to_json(facts))
+    else:
+        print("\n".join((*kernel_lines(table, executed=False), f"artifact    {result.artifact_id}")))
+        print(f"wrote       {result.out_dir} in {result.seconds:.1f} s")
     return 0
 
 

@@ -132,13 +132,23 @@ def compile_kernel(
         ) from error
 
 
+def form_of(launch: Launch) -> dict[str, str]:
+    """What decides a kernel's machine code besides its source and the target, by name, for people to read."""
+    return {
+        **{name: kind for name, kind in _signature(launch).items() if kind != "constexpr"},
+        **{name: str(value) for name, value in launch.constants.items()},
+        "warps": str(launch.warps),
+        "stages": str(launch.stages),
+    }
+
+
 def compile_calls(calls: Iterable[CallSignature], target: str) -> dict[str, list[MachineCode]]:
     """Compile every kernel that `calls` start, each distinct one once; by operation, in order."""
     found: dict[str, list[MachineCode]] = {}
     seen = set()
     for call in calls:
         for launch in op_launches(call):
-            key = (launch.name, tuple(_signature(launch).items()), repr(launch.constants), launch.warps)
+            key = (launch.name, tuple(form_of(launch).items()))
             if key not in seen:
                 seen.add(key)
                 found.setdefault(call.op.name, []).append(compile_launch(launch, target))

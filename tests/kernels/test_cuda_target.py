@@ -1,43 +1,32 @@
 """Machine code without a device: every kernel at the released model's shapes, for both targets."""
 
-import functools
-
 import pytest
 import torch
-from model_dirs import release_config
 from routes import INTERPRETED
 
 from deepinfer.errors import LoweringError, UsageError
-from deepinfer.graphs.cache_layout import cache_layout
-from deepinfer.graphs.capture import GraphSpec, recorded_step
-from deepinfer.graphs.config import parse_config
-from deepinfer.graphs.records import PRECISIONS
-from deepinfer.graphs.store import store_specs
-from deepinfer.kernels import OPS, linear, rms_norm, sample
-from deepinfer.kernels.sample import make_arguments
+from deepinfer.kernels import OPS, linear, rms_norm
 from deepinfer.kernels.signature import CallSignature
 
 pytest.importorskip("triton")
 
 import triton
+from release_kernels import machine_code, release_calls
 
 from deepinfer.kernels.triton import cuda_target
 from deepinfer.kernels.triton.cuda_target import compile_launch, op_launches, resource_table
 
 compiles = pytest.mark.skipif(INTERPRETED, reason="an interpreted process compiles nothing")
-CONTEXT = 65536
 # operations that the model's steps reach inside others alone
 PARTS_OF_OTHERS = {"dequantize_fp4", "dequantize_fp8", "linear_fp4", "quantize_fp4", "quantize_fp8"}
-# operations of deepseek_v4 alone, and what follows a draft model
+# operations of deepseek_v4 alone
 OF_OTHER_STEPS = {
     "compress_biased",
     "dequantize_tail",
     "hadamard",
     "moe_hash_gate",
     "quantize_tail",
-    "verify_drafts",
 }
-EVERY_FORM = {"pool_norm_kernel", "route_kernel", "sparse_attention_kernel"}
 # what multiplies matrices, and the instruction that must do it, by target
 TENSOR_CORES = {"sm_90": "warp_group_dot", "sm_100": "tc_gen5_mma"}
 ON_TENSOR_CORES = {
@@ -55,41 +44,6 @@ def own_kernel_cache(tmp_path_factory):
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
         yield
-
-
-@functools.cache
-def release_calls() -> tuple[CallSignature, ...]:
-    """Every form of an operation in a decode step of the released model for 4 requests, and in its head."""
-    config = parse_config(release_config())
-    layout = cache_layout(config, "native", max_num_seqs=4, max_model_len=CONTEXT)
-    specs = store_specs(config, CONTEXT)
-    calls = []
-    for spec in (GraphSpec("decode", 4, 4), GraphSpec("logits", 4, 0)):
-        calls += recorded_step(spec, config, PRECISIONS["native"], layout, specs)
-    arguments = make_arguments(4, 8, 0)
-    arguments = arguments._replace(
-        logits=torch.empty(4, config.vocab_size, device="meta"),
-        masks=torch.empty(3, config.vocab_size // 32, dtype=torch.int32, device="meta"),
-    )
-    return tuple(dict.fromkeys([*calls, CallSignature.of(sample, tuple(arguments))]))
-
-
-def launches() -> dict[str, list]:
-    """The kernels that the released model starts, once per name or, of EVERY_FORM, per form, by operation."""
-    found: dict[str, list] = {}
-    seen = set()
-    for call in release_calls():
-        for launch in op_launches(call):
-            form = (launch.name, repr(launch.constants) if launch.name in EVERY_FORM else None)
-            if form not in seen:
-                seen.add(form)
-                found.setdefault(call.op.name, []).append(launch)
-    return found
-
-
-@functools.cache
-def machine_code(target: str) -> tuple:
-    return tuple(compile_launch(launch, target) for group in launches().values() for launch in group)
 
 
 def test_the_released_model_starts_kernels_of_every_operation_it_calls():
