@@ -145,6 +145,19 @@ class ResourceError(DeepInferError):
     exit_code = 5
 
 
+class QueueFullError(ResourceError):
+    """Too many requests are unfinished already; try again later."""
+
+    code = "DI502"
+
+
+class EngineError(DeepInferError):
+    """A step failed: the requests that were unfinished have ended, later ones are served again."""
+
+    code = "DI520"
+    exit_code = 5
+
+
 class NumericalError(DeepInferError):
     """A result is not a number: the request that met it ends, others go on."""
 

@@ -19,6 +19,7 @@ from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.prompt_logprobs import forced_logprobs, prompt_logprobs
 from deepinfer.runtime.request import Batch, Request
 from deepinfer.runtime.request_ids import RequestIds, choice_id
+from deepinfer.runtime.request_text import make_text, num_visible
 from deepinfer.runtime.sampler import CompiledSampler
 from deepinfer.runtime.sampler_interface import OK, STATUS_NAMES, Sampler
 from deepinfer.runtime.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ from deepinfer.runtime.sampling_state import make_state
 from deepinfer.runtime.scheduler import PREFILLED, Scheduler
 from deepinfer.runtime.scheduler_config import SchedulerConfig
 from deepinfer.runtime.seeds import derived_seed
+from deepinfer.runtime.token_bytes import TokenBytes
 
 _COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
 _PROMPT_LOGPROB_ROWS = 256  # rows of one piece, which bounds the memory of their logits
@@ -45,12 +47,16 @@ class Engine:
         config: SchedulerConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sampler: Sampler | None = None,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
-        """config: the policy of steps and memory. sampler: the compiled one by default."""
+        """config: the policy of steps and memory. sampler: the compiled one by default. token_bytes: of the
+        tokenizer, for the text of the requests; without it they have none, nor stop strings.
+        """
         self.runner = runner
         self.sampler = sampler or CompiledSampler()
         self.scheduler = Scheduler(runner.limits, config)
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
+        self._token_bytes = token_bytes
         self._clock = clock
         self._ids = RequestIds()
         self._in_step = False
@@ -62,6 +68,8 @@ class Engine:
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError if the request cannot be served; changes nothing."""
+        if params.stop and self._token_bytes is None:
+            raise RequestError("text without a tokenizer", where="stop", action="use stop_token_ids")
         self.scheduler.validate(prompt_token_ids, params)
 
     def add_request(
@@ -79,6 +87,7 @@ class Engine:
         """
         if timeout is not None and not 0 < timeout < float("inf"):
             raise RequestError(f"{timeout!r} is no number of seconds above 0", where="timeout")
+        self.validate(prompt_token_ids, params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._apply_aborts()  # they may free the id
         name = self._ids.choose(request_id, params.n)
@@ -190,6 +199,9 @@ class Engine:
             request.params, request.prompt_token_ids, limits.eos_token_ids, limits.vocab_size
         )
         request.times["arrival"] = now
+        if self._token_bytes is not None:
+            request.text = make_text(request, self._token_bytes)
+        request.num_visible = num_visible(request)  # of what a fork begins with
 
     def _abort(self, request: Request) -> None:
         for own in (request, *request.choices):
@@ -265,22 +277,10 @@ class Engine:
     def _stamp(self, updated: Sequence[Request]) -> None:
         now = self._clock()
         for request in updated:
-            if request.output_token_ids:
-                request.times.setdefault("first_token", now)
+            visible = num_visible(request)
+            if visible > request.num_visible:
+                request.num_visible = visible
+                request.visible_times.append(now)
             if request.finished:
                 request.times["end"] = now
         self._ids.leave((request for request in updated if request.finished), now)
-
-
-def timing_seconds(request: Request) -> dict[str, float]:
-    """Durations of a finished request: waiting, to the first token, between tokens in sum, and in all."""
-    times = request.times
-    end = times.get("end", times["arrival"])
-    start = times.get("start", end)
-    first_token = times.get("first_token", end)
-    return {
-        "queue": start - times["arrival"],
-        "first_token": first_token - times["arrival"],
-        "decode": end - first_token,
-        "total": end - times["arrival"],
-    }

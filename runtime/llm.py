@@ -7,23 +7,27 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
 from deepinfer.artifacts import TrustStore
 from deepinfer.errors import RequestError, UsageError
-from deepinfer.runtime.engine import Engine, timing_seconds
-from deepinfer.runtime.finish import STOP
+from deepinfer.runtime.engine import Engine
+from deepinfer.runtime.input_processor import InputProcessor
 from deepinfer.runtime.limits import Limits
 from deepinfer.runtime.loader import load_artifact
-from deepinfer.runtime.outputs import CompletionOutput, RequestOutput
-from deepinfer.runtime.prompts import Prompt, PromptLike, parse_params, parse_prompts
+from deepinfer.runtime.output_collector import OutputCollector
+from deepinfer.runtime.outputs import Provenance, RequestOutput
+from deepinfer.runtime.prompts import PromptLike, parse_params, parse_prompts
+from deepinfer.runtime.provenance import provenance_of
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler_config import SchedulerConfig
+from deepinfer.runtime.scoring import Score, score_of
 from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_passively
 
 logger = logging.getLogger("deepinfer")
@@ -71,10 +75,16 @@ class LLM:
                 WAIT_POLICY,
             )
         self._loaded = load_artifact(artifact_dir, trust_store)
-        runner = self._loaded.runner
+        runner, tokenizer = self._loaded.runner, self._loaded.tokenizer
         runner.limits = _limited(runner.limits, max_num_seqs)
-        self._engine = Engine(runner, scheduler_config)
-        self._lock = threading.Lock()
+        self._inputs = InputProcessor(tokenizer, self._loaded.chat, runner.limits.max_model_len)
+        token_bytes = None if tokenizer is None else tokenizer.token_bytes
+        self._engine = Engine(runner, scheduler_config, token_bytes=token_bytes)
+        settings = {"num_threads": self.num_threads, "max_num_seqs": runner.limits.num_slots - 1}
+        self._provenance = provenance_of(
+            self.artifact_id, self._loaded.manifest, self._engine.sampler.name, settings
+        )
+        self._lock = threading.RLock()
         summary = self._loaded.report.summary()
         logger.info("loaded %s\n%s\n%s", self.artifact_id, self._loaded.cache_summary(), summary)
 
@@ -87,6 +97,11 @@ class LLM:
     def limits(self) -> Limits:
         """Sizes in force."""
         return self._engine.runner.limits
+
+    @property
+    def parts(self) -> tuple[Engine, InputProcessor, Callable[[Request], Provenance]]:
+        """What an `AsyncEngine` takes over: nothing else may use this object meanwhile."""
+        return self._engine, self._inputs, self._provenance
 
     @property
     def load_summary(self) -> str:
@@ -114,95 +129,118 @@ class LLM:
         Raises RequestError before any work if a prompt or a parameter cannot be served. After any other
         exception, an interrupt from the keyboard included, the object can be used again.
         """
+        with self._lock:
+            collectors, requests = self._add(prompts, sampling_params)
+            with self._ending(requests), self._bar(len(requests), use_tqdm) as bar:
+                while unfinished := sum(not collector.finished for collector in collectors):
+                    self._engine.step()
+                    bar.update(unfinished - sum(not collector.finished for collector in collectors))
+            return [collector.whole() for collector in collectors]
+
+    def stream(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Generates for all prompts together; yields what becomes visible, as it does.
+
+        Each output holds what is new of one prompt, named by its `request_id`: "0" for the first prompt, "1"
+        for the next. The pieces of `text` in sum are the text that `generate` returns. The last output of a
+        prompt is `finished`. Leaving the loop early ends the requests.
+
+        Raises RequestError at once if a prompt or a parameter cannot be served.
+        """
+        with self._lock:
+            collectors, requests = self._add(prompts, sampling_params)
+        return self._stream(collectors, requests)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation, or a list of them; see `encode_chat` for the options."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        prompts = [self.encode_chat(conversation, **options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def encode_chat(self, messages: object, **options: Any) -> list[int]:
+        """Token ids of a conversation: dicts with `role` and `content`.
+
+        options: tools, add_generation_prompt (True), continue_final_message (False), reasoning_effort, see
+        `ChatFormat.encode`. Raises RequestError.
+        """
+        return self._inputs.encode_chat(messages, **options)
+
+    def score(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[Score]:
+        """Log-probabilities that the model gives to texts, or to token ids, token by token.
+
+        Of the model's own distribution, at temperature 1 and without filters. Raises RequestError.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, logprobs_mode="raw")
+        token_bytes = None if self._inputs.tokenizer is None else self._inputs.tokenizer.token_bytes
+        return [score_of(output, token_bytes) for output in self.generate(prompts, params, use_tqdm)]
+
+    def _add(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> tuple[list[OutputCollector], list[Request]]:
+        """Queues all prompts, or, if one cannot be served, none."""
         parsed = parse_prompts(prompts)
         params = parse_params(sampling_params, len(parsed))
         token_ids = []
-        with self._lock:
-            params = [self._with_words_as_ids(own) for own in params]
-            for index, (prompt, own) in enumerate(zip(parsed, params, strict=True)):
-                with _naming_prompt(index, len(parsed)):
-                    token_ids.append(self._encode(prompt))
-                    self._engine.validate(token_ids[-1], own)
-            try:
-                requests = [
-                    self._engine.add_request(ids, own) for ids, own in zip(token_ids, params, strict=True)
-                ]
-                self._run(requests, use_tqdm)
-            except BaseException:
-                self._engine.abort_all()
-                raise
-        return [self._output(prompt, request) for prompt, request in zip(parsed, requests, strict=True)]
-
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        with tqdm(
-            total=len(requests), desc="requests", disable=None if use_tqdm else True, dynamic_ncols=True
-        ) as bar:
-            while self._engine.has_work:
-                bar.update(sum(request.finished for request in self._engine.step()))
-
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if prompt.token_ids is not None:
-            return prompt.token_ids
-        assert prompt.text is not None
-        if self._loaded.tokenizer is None:
-            raise RequestError(
-                "the artifact has no tokenizer, so text cannot be used",
-                where="prompt",
-                action='give token ids: {"prompt_token_ids": [...]}',
-            )
-        return self._loaded.tokenizer.encode(prompt.text, self.limits.max_model_len)
-
-    def _with_words_as_ids(self, params: SamplingParams) -> SamplingParams:
-        """Parameters whose `bad_words` are token ids; without a tokenizer the engine refuses text."""
-        tokenizer = self._loaded.tokenizer
-        if tokenizer is None or not any(isinstance(word, str) for word in params.bad_words):
-            return params
-        words = [
-            ids
-            for word in params.bad_words
-            for ids in (tokenizer.encode_word(word) if isinstance(word, str) else [word])
+        for index, (prompt, own) in enumerate(zip(parsed, params, strict=True)):
+            with _naming_prompt(index, len(parsed)):
+                params[index] = own = self._inputs.with_words_as_ids(own)
+                token_ids.append(self._inputs.encode(prompt))
+                self._engine.validate(token_ids[-1], own)
+        requests: list[Request] = []
+        with self._ending(requests, only_on_error=True):
+            for ids, own in zip(token_ids, params, strict=True):
+                requests.append(self._engine.add_request(ids, own))
+        collectors = [
+            OutputCollector(request, prompt.text, self._provenance)
+            for prompt, request in zip(parsed, requests, strict=True)
         ]
-        return dataclasses.replace(params, bad_words=tuple(words))
+        return collectors, requests
 
-    def _output(self, prompt: Prompt, request: Request) -> RequestOutput:
-        params = request.params
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt.text,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=tuple(self._completion(own) for own in (request, *request.choices)),
-            finished=all(own.finished for own in (request, *request.choices)),
-            seed=request.seed,
-            prompt_logprobs=None if params.prompt_logprobs is None else tuple(request.prompt_logprobs),
-            timing_seconds=timing_seconds(request),
-        )
+    def _stream(self, collectors: list[OutputCollector], requests: list[Request]) -> Iterator[RequestOutput]:
+        left = dict(enumerate(collectors))
+        with self._ending(requests):
+            while left:
+                with self._lock:
+                    self._engine.step()
+                    news = [(index, collector.take()) for index, collector in left.items()]
+                for index, output in news:
+                    if output is not None:
+                        if output.finished:
+                            del left[index]
+                        yield dataclasses.replace(output, request_id=str(index))
 
-    def _completion(self, request: Request) -> CompletionOutput:
-        token_ids = tuple(request.output_token_ids)
-        text = None
-        if self._loaded.tokenizer is not None:
-            visible = token_ids[:-1] if request.finish_reason == STOP else token_ids
-            text = self._loaded.tokenizer.decode(visible)
-        completion = CompletionOutput(
-            request.index,
-            text,
-            token_ids,
-            request.finish_reason,
-            request.stop_reason,
-            seed=request.seed,
-            num_positions_processed=request.num_positions_processed,
-            num_preemptions=request.num_preemptions,
-            num_peak_blocks=request.num_peak_blocks,
-        )
-        if request.params.logprobs is None:
-            return completion
-        of_tokens = zip(token_ids, request.logprobs, strict=True)
-        return dataclasses.replace(
-            completion,
-            logprobs=tuple(request.logprobs),
-            logprobs_mode=request.params.logprobs_mode,
-            cumulative_logprob=sum((entry[token].logprob for token, entry in of_tokens), 0.0),
-        )
+    @contextlib.contextmanager
+    def _ending(self, requests: list[Request], *, only_on_error: bool = False) -> Iterator[None]:
+        """End what is unfinished when the work on these requests is left, however that happens."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException:
+            with self._lock:
+                self._engine.abort_all()  # an interruption may have left the engine anywhere
+            raise
+        finally:
+            if not only_on_error:
+                with self._lock:
+                    for request in requests:
+                        if not request.finished:
+                            self._engine.abort(request)
+
+    def _bar(self, total: int, use_tqdm: bool) -> "tqdm[NoReturn]":
+        return tqdm(total=total, desc="requests", disable=None if use_tqdm else True, dynamic_ncols=True)
 
 
 def _limited(limits: Limits, max_num_seqs: int | None) -> Limits:

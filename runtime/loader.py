@@ -29,6 +29,7 @@ from deepinfer.artifacts import (
 from deepinfer.errors import ArtifactFormatError, ResourceError
 from deepinfer.kernels import native
 from deepinfer.runtime.caches import CacheArenas
+from deepinfer.runtime.chat import CONFIG_PATH, TEMPLATE_PATH, ChatFormat, chat_format
 from deepinfer.runtime.graph_loader import CompiledGraph, ExpectedTensor
 from deepinfer.runtime.limits import Limits
 from deepinfer.runtime.model_runner import DECODE, LOGITS, PREFILL, CpuModelRunner
@@ -100,6 +101,7 @@ class LoadedArtifact:
     arenas: CacheArenas
     weights: WeightStore
     tokenizer: Tokenizer | None  # None: prompts must be token ids
+    chat: ChatFormat | None  # None: the artifact knows no form of conversations
     report: LoadReport
     watch: CompilerWatch
 
@@ -152,9 +154,25 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
                 data = artifact.read_file(TOKENIZER_PATH)
                 sizes.append(len(data))
                 tokenizer = Tokenizer(data)
+            texts = {
+                path: artifact.read_file(path)
+                for path in (CONFIG_PATH, TEMPLATE_PATH)
+                if path in artifact.paths
+            }
+            chat = chat_format(texts, tokenizer, manifest.model.model_type, limits.max_model_len)
         report.counts = watch.counts()
         return LoadedArtifact(
-            artifact.artifact_id, manifest, limits, graphs, runner, arenas, weights, tokenizer, report, watch
+            artifact.artifact_id,
+            manifest,
+            limits,
+            graphs,
+            runner,
+            arenas,
+            weights,
+            tokenizer,
+            chat,
+            report,
+            watch,
         )
 
 

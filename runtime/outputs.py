@@ -1,6 +1,11 @@
 """What `generate` returns, in the shape users of vLLM know. Plain data."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from deepinfer.runtime.finish import Trigger
+from deepinfer.runtime.text_stream import TokenSpan
+from deepinfer.runtime.timing import RequestTiming
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -27,10 +32,12 @@ class CompletionOutput:
     """One generated continuation."""
 
     index: int  # place among the `n` of one prompt
-    text: str | None  # decoded output without the token that stopped it; None without a tokenizer
+    text: str | None  # without what stopped it, unless that was asked for; None without a tokenizer
     token_ids: tuple[int, ...]  # every generated token, the one that stopped it included
     finish_reason: str | None  # "stop", "length", "error", "abort"; None while it runs
-    stop_reason: int | str | None = None  # the id from stop_token_ids, or the kind of error
+    stop_reason: int | str | None = None  # the stop string or stop token, the kind of error, or "timeout"
+    triggers: tuple[Trigger, ...] = ()  # all reasons to end that came true, the one that counts first
+    spans: tuple[TokenSpan, ...] | None = None  # which part of the text each token wrote; None without text
     logprobs: tuple[Logprobs, ...] | None = None  # one per token id; None unless asked for
     logprobs_mode: str | None = None  # "processed" or "raw"; None without logprobs
     cumulative_logprob: float | None = None  # sum over the generated tokens; None without logprobs
@@ -41,8 +48,33 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request cost, its continuations together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    positions_processed: int  # rows the model computed: a prompt shared by continuations counts once
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What a result depends on, and what made it. What is not known is None."""
+
+    artifact_id: str | None
+    model: dict[str, Any]  # as the artifact names it
+    sampler: str
+    sampling_params: dict[str, Any]  # with the seed in use
+    settings: dict[str, Any]  # which change no result
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one prompt."""
+    """The result of one prompt; from a stream, what is new of it.
+
+    In a stream, `text`, `token_ids`, `logprobs` and `spans` of a continuation hold what became visible since
+    the output before; `usage`, `timing` and `provenance` come with the last one.
+    """
 
     request_id: str
     prompt: str | None  # None if the prompt came as token ids
@@ -52,3 +84,6 @@ class RequestOutput:
     seed: int  # the one in use: with it as a parameter the request gives the same tokens again
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None  # one per prompt token, the first None
     timing_seconds: dict[str, float] = field(default_factory=dict)  # queue, first_token, decode, total
+    timing: RequestTiming | None = None  # of the first continuation
+    usage: Usage | None = None
+    provenance: Provenance | None = None

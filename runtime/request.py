@@ -16,6 +16,7 @@ from deepinfer.runtime.finish import Trigger
 from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.sampling_state import SamplingState
+from deepinfer.runtime.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ class Request:
     logprobs: list[Logprobs] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)  # one per prompt token, if asked for
     sampling_state: SamplingState | None = None  # None: the parameters look at no token
+    text: TextStream | None = None  # None: without a tokenizer
+    num_visible: int = 0  # characters, or tokens without a text, that had become visible by the last step
+    visible_times: list[float] = field(default_factory=list)  # when more became visible
     num_computed_tokens: int = 0
     block_table: tuple[int, ...] = ()  # replaced, never changed in place: the runner compares identity
     slot_id: int = 0  # 0: none

@@ -17,6 +17,8 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_CHOICES = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256  # of one stop string
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MIN_REPETITION, MAX_REPETITION = 1e-6, 1e6  # what float32 logits stand
@@ -51,6 +53,10 @@ class SamplingParams:
         place in a list or a batch, decides the draws: two prompts with one seed use the same random stream.
     ignore_eos: go on after the model's own end tokens; `stop_token_ids` still stop.
     stop_token_ids: further ids that end the request; the id that stopped it is kept in `token_ids`.
+    stop: up to 16 texts of up to 256 characters, or one, that end the request where one first appears in the
+        output; `token_ids` keeps its tokens. One that ends within the first `min_tokens` does not count.
+    include_stop_str_in_output: keep what stopped the request, a stop string or a stop token, in the text.
+    skip_special_tokens: special tokens add nothing to the text, and so to no stop string.
 
     They apply in this order: penalties, bias, bans (min_tokens, bad_words), allowed_token_ids, the 4,096
     largest logits, temperature, top_k, top_p, min_p. Any other parameter is refused by name. Raises
@@ -77,6 +83,9 @@ class SamplingParams:
     seed: int | None
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     plain: bool = field(init=False, repr=False, compare=False)  # only the temperature decides on a token
 
     def __init__(
@@ -102,6 +111,9 @@ class SamplingParams:
         seed: int | None = None,
         ignore_eos: bool = False,
         stop_token_ids: Iterable[int] | None = None,
+        stop: str | Iterable[str] | None = None,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
         **unsupported: object,
     ) -> None:
         if unsupported:
@@ -111,8 +123,6 @@ class SamplingParams:
                 where="SamplingParams",
                 action=f"supported: {', '.join(entry.name for entry in fields(self) if entry.init)}",
             )
-        if not isinstance(ignore_eos, bool):
-            raise RequestError(f"{ignore_eos!r} is neither True nor False", where="ignore_eos")
         if not isinstance(logprobs_mode, str) or logprobs_mode not in LOGPROBS_MODES:
             allowed = " or ".join(LOGPROBS_MODES)
             raise RequestError(
@@ -141,8 +151,11 @@ class SamplingParams:
             else _sequence("golden_token_ids", golden_token_ids),
             "logprobs_mode": logprobs_mode,
             "seed": None if seed is None else _integer("seed", seed, low=0, high=MAX_SEED),
-            "ignore_eos": ignore_eos,
+            "ignore_eos": _boolean("ignore_eos", ignore_eos),
             "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids),
+            "stop": _stop(stop),
+            "include_stop_str_in_output": _boolean("include_stop_str_in_output", include_stop_str_in_output),
+            "skip_special_tokens": _boolean("skip_special_tokens", skip_special_tokens),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -190,6 +203,12 @@ def _integer(name: str, value: object, *, low: int, high: int | None = None) -> 
         allowed = f"at least {low}" if high is None else f"{low} to {high}"
         raise RequestError(f"{number} is out of range", where=name, action=f"allowed: {allowed}")
     return number
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{value!r} is neither True nor False", where=name)
+    return value
 
 
 def _count(name: str, value: object) -> int | None:
@@ -268,3 +287,28 @@ def _bad_words(values: Iterable[str | Iterable[int]] | None) -> tuple[str | tupl
     if any(not word or (isinstance(word, str) and word.isspace()) for word in words):
         raise RequestError("an empty word", where="bad_words", action="allowed: at least one token each")
     return tuple(words)
+
+
+def _stop(values: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Stop strings in their order, each once."""
+    if values is None:
+        return ()
+    stops = (values,) if isinstance(values, str) else tuple(values) if isinstance(values, Iterable) else None
+    if (
+        stops is None
+        or isinstance(values, (bytes, Mapping))
+        or not all(isinstance(one, str) for one in stops)
+    ):
+        raise RequestError(f"{values!r} is no text or list of texts", where="stop")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise RequestError(f"{len(stops)} texts, more than {MAX_STOP_STRINGS}", where="stop")
+    for one in stops:
+        if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"a text of {len(one)} characters",
+                where="stop",
+                action=f"allowed: 1 to {MAX_STOP_CHARACTERS}",
+            )
+        if any("\ud800" <= character <= "\udfff" for character in one):
+            raise RequestError("a text that is not valid Unicode", where="stop")
+    return tuple(dict.fromkeys(stops))

@@ -23,11 +23,12 @@ from typing import Any
 
 from deepinfer.errors import RequestError
 from deepinfer.runtime.admission import check_request
-from deepinfer.runtime.finish import ABORT, ERROR, LENGTH, decide, token_triggers
+from deepinfer.runtime.finish import ABORT, ERROR, LENGTH, decide
 from deepinfer.runtime.limits import Limits, smallest_bucket
 from deepinfer.runtime.preemption import choose_victim, progress
 from deepinfer.runtime.request import Batch, CacheState, Request, RequestStatus, ScheduledRows
 from deepinfer.runtime.request_memory import RequestMemory
+from deepinfer.runtime.request_text import end_text, triggers_of
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler_config import EngineType, SchedulerConfig
 
@@ -170,6 +171,7 @@ class Scheduler:
         self._memory.give_back(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        end_text(request)
         del self._live[request.request_id]
         self._with_deadline.pop(request.request_id, None)
         self.ended.append(request)
@@ -383,8 +385,7 @@ class Scheduler:
     def _append(self, request: Request, token_id: int) -> None:
         """Adds a token and applies the stop rules; a stop token wins over the length."""
         request.output_token_ids.append(token_id)
-        count = len(request.output_token_ids)
-        triggers = token_triggers(token_id, count, request.params, self.limits.eos_token_ids)
+        triggers = triggers_of(request, self.limits.eos_token_ids)
         if triggers and (end := decide(triggers)) is not None:
             request.triggers = end.triggers
             self.finish(request, end.finish_reason, end.stop_reason)

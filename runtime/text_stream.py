@@ -72,6 +72,11 @@ class TextStream:
         return len(self._ends) - 1
 
     @property
+    def num_visible(self) -> int:
+        """Characters that are visible so far."""
+        return self._num_visible()
+
+    @property
     def text(self) -> str:
         """All text that is visible so far."""
         self._settle()
@@ -154,10 +159,11 @@ class TextStream:
             self._known = self._known[count:]
             self._num_settled += count
 
-    def spans(self) -> tuple[TokenSpan, ...]:
-        """The part of each token in the text."""
+    def spans(self, first: int = 0, last: int | None = None) -> tuple[TokenSpan, ...]:
+        """The parts that the tokens from `first` up to `last` have in the text."""
+        ends = self._ends[first : None if last is None else last + 1]
         limit = self._num_visible()
         return tuple(
             TokenSpan(start, max(start, min(end, limit)), end)
-            for start, end in zip(self._ends, self._ends[1:], strict=False)
+            for start, end in zip(ends, ends[1:], strict=False)
         )

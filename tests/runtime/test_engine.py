@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import RequestError
-from deepinfer.runtime.engine import Engine, timing_seconds
+from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.request import Request
 from deepinfer.runtime.sampling_params import SamplingParams
+from deepinfer.runtime.timing import timing_of
 
 MIXED_LENGTHS = (1, 3, 4, 5, 16, 17, 40)
 
@@ -231,7 +232,7 @@ def test_counts_and_times_tell_what_was_done() -> None:
     assert engine.counts == {
         "prefill_steps": 2, "prefill_rows": 20, "decode_steps": 4, "decode_rows": 4, "tokens": 5
     }  # fmt: skip
-    times = timing_seconds(request)
+    times = timing_of(request.times, request.visible_times).seconds
     assert 0 <= times["queue"] <= times["first_token"] <= times["total"]
     assert times["decode"] == pytest.approx(times["total"] - times["first_token"])
 

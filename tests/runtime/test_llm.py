@@ -47,7 +47,7 @@ def test_every_form_of_a_prompt_gives_the_same(llm: LLM, prompts: object) -> Non
     tokens = expected_tokens([3, 4, 5], GREEDY, 0)
     assert output.prompt_token_ids == (3, 4, 5)
     assert output.outputs[0].token_ids == tuple(tokens)
-    assert output.outputs[0].text == " ".join(f"w{token}" for token in tokens if token != 1)
+    assert output.outputs[0].text == "".join(f" w{token}" for token in tokens if token != 1)
     assert (output.outputs[0].finish_reason, output.outputs[0].index, output.finished) == ("length", 0, True)
     assert set(output.timing_seconds) == {"queue", "first_token", "decode", "total"}
     assert output.prompt == ("w3 w4 w5" if "w3" in str(prompts) else None)
@@ -78,7 +78,7 @@ def test_text_ends_before_the_token_that_stopped_it(llm: LLM) -> None:
     (output,) = llm.generate([3, 4, 5], SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=[stop]))
     made = output.outputs[0].token_ids
     assert made[-1] == stop == output.outputs[0].stop_reason
-    assert output.outputs[0].text == " ".join(f"w{token}" for token in made[:-1] if token != 1)
+    assert output.outputs[0].text == "".join(f" w{token}" for token in made[:-1] if token != 1)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,18 @@ def test_defaults_are_those_users_know() -> None:
         {"stop_token_ids": 12},
         {"stop_token_ids": [1.0]},
         {"stop_token_ids": [None]},
+        {"stop": ""},
+        {"stop": [""]},
+        {"stop": ["", "x"]},
+        {"stop": 7},
+        {"stop": [7]},
+        {"stop": b"x"},
+        {"stop": {"x": 1}},
+        {"stop": "x" * 257},
+        {"stop": [str(n) for n in range(17)]},
+        {"stop": "\ud800"},
+        {"include_stop_str_in_output": 1},
+        {"skip_special_tokens": None},
         {"min_tokens": -1},
         {"min_tokens": 17},
         {"min_tokens": 1.5},
@@ -173,3 +185,20 @@ def test_message_names_field_value_and_range() -> None:
         SamplingParams(top_p=1.5)
     with pytest.raises(RequestError, match=r"min_tokens.*9.*0 to 8"):
         SamplingParams(max_tokens=8, min_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, ()),
+        ([], ()),
+        ("x", ("x",)),
+        (["b", "a", "b"], ("b", "a")),
+        (("x" * 256,), ("x" * 256,)),
+        ([str(n) for n in range(16)], tuple(str(n) for n in range(16))),
+    ],
+)
+def test_stop_strings_keep_their_order_and_come_once(given: object, kept: tuple[str, ...]) -> None:
+    params = SamplingParams(stop=given)
+    assert params.stop == kept and params.plain
+    assert (params.include_stop_str_in_output, params.skip_special_tokens) == (False, True)

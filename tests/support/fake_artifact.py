@@ -69,6 +69,7 @@ def write_artifact(
     directory: Path,
     *,
     tokenizer: str | None = TOKENIZER,
+    chat_template: str | None = None,
     changes: Mapping[str, object] | None = None,
     signature_changes: Mapping[str, dict] | None = None,
     without_phase: str | None = None,
@@ -103,6 +104,8 @@ def write_artifact(
         writer.add_file("weights/model.safetensors", _safetensors(WEIGHTS))
         if tokenizer is not None:
             writer.add_file("tokenizer/tokenizer.json", tokenizer.encode())
+        if chat_template is not None:
+            writer.add_file("tokenizer/chat_template.jinja", chat_template.encode())
         manifest = _manifest(tuple(entries), runner.limits, tokenizer is not None)
         return writer.finish(msgspec.structs.replace(manifest, **(changes or {})))
 
