@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from deepinfer.kernels import native
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # not there by itself under PYTHONSAFEPATH
 
+import history  # noqa: E402
 from harness import Line, table  # noqa: E402
 
 
@@ -68,6 +70,24 @@ def machine() -> str:
     return f"{cores} cores of {model} ({native.host_isa()}), torch {torch.__version__}"
 
 
+def commit() -> str:
+    """The revision that is measured, with a mark if the tree has changes."""
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _remember(figures: list[dict[str, Any]], load: float, path: Path) -> None:
+    """Prints what moved, and adds the run if the machine was quiet when it began."""
+    run = history.entry(figures, machine(), load, commit())
+    for line in history.changes(run, history.read(path)):
+        print(f"changed  {line}")
+    if load <= history.QUIET_LOAD:
+        history.append(run, path)
+    else:
+        print(f"not kept in {path.name}: a load of {load:.1f} before the first measurement")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, and say whether every floor holds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -79,10 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="and there as a table, with the machine"
     )
+    parser.add_argument(
+        "--history", type=Path, default=history.FILE, metavar="FILE", help="runs before; this one is added"
+    )
     options = parser.parse_args(arguments)
 
     native.load_host_library()
     figures, missed = [], 0
+    load_before = os.getloadavg()[0]  # of others: our own work comes on top
     before = torch.get_num_threads()
     try:
         for area in options.only or areas():
@@ -95,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         torch.set_num_threads(before)
     load = os.getloadavg()[0]
+    _remember(figures, load_before, options.history)
     print(f"\n{missed} of {sum(f['floor'] is not None for f in figures)} floors missed; load {load:.1f}")
     if options.json:
         options.json.write_text(json.dumps({"load": load, "lines": figures}, indent=1) + "\n")
