@@ -32,6 +32,7 @@ MAY_IMPORT_LAZILY = {
     "deepinfer.cli.compile": "the compiler loads only once the arguments are known to be good",
     "deepinfer.cli.diff": "as for compile",
     "deepinfer.cli.generate": "torch and the runtime load only once the arguments are known to be good",
+    "deepinfer.cli.evaluate": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.cli.bench": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.benchmark_report": "matplotlib is an extra, and slow to import",
     "deepinfer.cli.main": "inspect and trust must not load the runtime",

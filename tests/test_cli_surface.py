@@ -23,6 +23,7 @@ INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
 BENCH = "KIND OUT -h --help --concurrency --input-len --output-len --chunk-size \
 --num-requests --vary --repeats --num-threads --output-json --output-markdown --plot --trace --config --json \
 -q --quiet --version"
+EVAL = "OUT -h --help --text --num-threads --config --json -q --quiet --version"
 TRUST = "OUT -h --help --json -q --quiet --version"
 
 
@@ -52,6 +53,7 @@ def test_the_subcommands_and_their_flags_are_the_listed_ones() -> None:
         "generate": set(GENERATE.split()),
         "inspect": set(INSPECT.split()),
         "bench": set(BENCH.split()),
+        "eval": set(EVAL.split()),
         "trust": set(TRUST.split()),
     }
 

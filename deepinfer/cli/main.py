@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepinfer.cli import bench, generate, inspect
+from deepinfer.cli import bench, evaluate, generate, inspect
 from deepinfer.cli.common import (
     Environment,
     StrictParser,
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     inspect.add_parser(commands)
     bench.add_parser(commands)
+    evaluate.add_parser(commands)
     summary = "allow an artifact's native code to run as this user"
     trust = commands.add_parser("trust", help=summary, description=summary)
     trust.add_argument("artifact", metavar="OUT", type=Path, help="artifact")
@@ -35,7 +36,13 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     """Dispatch to the subcommand. Raises DeepInferError."""
     options = build_parser().parse_args(arguments)
     existing_folder(options.artifact, "OUT")
-    commands = {"generate": generate.run, "inspect": inspect.run, "bench": bench.run, "trust": _trust}
+    commands = {
+        "generate": generate.run,
+        "inspect": inspect.run,
+        "bench": bench.run,
+        "eval": evaluate.run,
+        "trust": _trust,
+    }
     return commands[options.command](options)
 
 
