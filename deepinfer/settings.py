@@ -71,6 +71,10 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         assert self.max_model_len is not None, "resolve the config first"
         return -(-self.max_model_len // BLOCK_TOKENS)
 
+    def _default_logits_rows(self) -> tuple[int, ...]:
+        """A head for full steps, and one of a single row where a step may be that small."""
+        return tuple(sorted({max(self.decode_rows)} | ({1} & set(self.decode_rows))))
+
     def resolved(self, *, max_position_embeddings: int) -> "CompileConfig":
         """The same config with every derived value filled in for a model of that context length.
 
@@ -92,7 +96,7 @@ class CompileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         return msgspec.structs.replace(
             self,
-            logits_rows=self.logits_rows or (max(self.decode_rows),),
+            logits_rows=self.logits_rows or self._default_logits_rows(),
             max_model_len=length,
             num_blocks=blocks,
             jobs=self.jobs or physical_cores(),
