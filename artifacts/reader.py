@@ -238,19 +238,29 @@ def check_compatible(
     """Raise ArtifactMismatchError unless native code built as `manifest` says runs, and rounds alike, here.
 
     `isa_supported` are the ISA names that this machine can execute; the torch version must be the same to
-    the last digit, since another one may compute other bits.
+    the last digit, since another one may compute other bits. `arch` is that of the `device`: `x86_64`,
+    `sm_90`.
     """
     built, target = manifest.toolchain, manifest.target
     place = "OUT" if directory is None else str(directory)
     rebuild = f"rebuild it here: deepinfer-compile MODEL_DIR -o {place} --force"
+    if target.device == "cuda" and device == "cuda":
+        rebuild = (
+            f"build it for this card: deepinfer-compile MODEL_DIR --target cuda:{arch} -o {place} --force"
+        )
+    elif target.device == "cuda":
+        rebuild = f"run it where such a card is, or {rebuild}"
     where = None if directory is None else str(directory)
+    if (target.device, target.arch) != (device, arch):
+        here = f"this is {device} {arch}"
+        if target.device == "cuda" and device == "cpu":
+            here = "torch finds no graphics card here"
+        raise ArtifactMismatchError(
+            f"built for {target.device} {target.arch}, {here}", where=where, action=rebuild
+        )
     if built.torch != torch_version:
         raise ArtifactMismatchError(
             f"built with torch {built.torch}, this is torch {torch_version}", where=where, action=rebuild
-        )
-    if (target.device, target.arch) != (device, arch):
-        raise ArtifactMismatchError(
-            f"built for {target.device} {target.arch}, this is {device} {arch}", where=where, action=rebuild
         )
     if target.isa not in isa_supported:
         known = ", ".join(sorted(isa_supported)) or "none"

@@ -35,9 +35,12 @@ from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig, load_config
 from deepinfer.graphs.eager import EagerModel, check_token_ids
 from deepinfer.graphs.records import PRECISIONS
+from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.store import build_store
 from deepinfer.progress import Progress
-from deepinfer.runtime.loader import load_artifact
+from deepinfer.runtime.caches import CacheArenas
+from deepinfer.runtime.card import HostGraph
+from deepinfer.runtime.loader import LoadedArtifact, load_artifact
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,24 @@ def diff_artifact(
     eager = eager_model(manifest, Path(model_dir))
     chosen = default_prompts(eager.config, manifest) if prompts is None else [list(p) for p in prompts]
     check_prompts(chosen, manifest)
-    content = compare(manifest, loaded.graphs, loaded.arenas.regions, eager, chosen, progress or Progress())
+    graphs, regions = _on_host(loaded)
+    content = compare(manifest, graphs, regions, eager, chosen, progress or Progress())
     return DiffReport({"artifact_id": loaded.artifact_id, **content})
+
+
+def _on_host(loaded: LoadedArtifact) -> tuple[Mapping[str, Graph], Mapping[str, Tensor]]:
+    """The graphs as functions of host tensors, and cache regions on the host."""
+    device = torch.device(loaded.manifest.target.device)
+    if device.type == "cpu":
+        return loaded.graphs, loaded.arenas.regions
+    regions = CacheArenas.allocate(loaded.manifest.cache).regions
+    count = len(StepInputs._fields)
+    written = range(count, count + len(regions))
+    graphs = {
+        entry.name: HostGraph(loaded.graphs[entry.name], device, () if entry.phase == "logits" else written)
+        for entry in loaded.manifest.graphs
+    }
+    return graphs, regions
 
 
 def certify_artifact(

@@ -26,6 +26,7 @@ _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
 }
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class CacheArenas:
     slot_bytes: int
 
     @classmethod
-    def allocate(cls, layout: CacheLayout) -> "CacheArenas":
+    def allocate(cls, layout: CacheLayout, device: torch.device = _HOST) -> "CacheArenas":
         """Reserves both arenas, zero-filled. Raises ResourceError if the memory is not to be had."""
-        blocks = _allocate(layout.num_blocks * layout.block_bytes, "cache blocks")
-        slots = _allocate(layout.num_slots * layout.slot_bytes, "state slots")
+        blocks = _allocate(layout.num_blocks * layout.block_bytes, "cache blocks", device)
+        slots = _allocate(layout.num_slots * layout.slot_bytes, "state slots", device)
         regions = {
             region.name: _view(blocks, layout.num_blocks, layout.block_bytes, region)
             if region.kind == "paged"
@@ -87,12 +88,14 @@ class CacheArenas:
         return self.blocks.numel() + self.slots.numel()
 
 
-def _allocate(num_bytes: int, what: str) -> Tensor:
+def _allocate(num_bytes: int, what: str, device: torch.device) -> Tensor:
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=device)
     try:
+        if device != _HOST:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         memory = mmap.mmap(-1, num_bytes)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
         raise ResourceError(
             f"{num_bytes} bytes for {what} are not to be had: {error}",
             action="build the artifact with a smaller max_model_len or max_num_seqs",

@@ -96,8 +96,13 @@ def _private_files(shared_object: bytes, extern_json: bytes | None) -> Iterator[
 class _TorchRunner:
     """torch's own binding. It keeps the interpreter lock during a call."""
 
-    def __init__(self, path: str) -> None:
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1)  # type: ignore[attr-defined]
+    def __init__(self, path: str, device: str) -> None:
+        runners: Any = torch._C._aoti  # type: ignore[attr-defined]
+        if device == "cpu":
+            runner = runners.AOTIModelContainerRunnerCpu(path, 1)
+        else:
+            # single threaded: without the events by which it would wait for models, which no capture allows
+            runner = runners.AOTIModelContainerRunnerCuda(path, 1, device, "", True)
         self._runner = runner
         self.run = runner.run
 
@@ -110,12 +115,17 @@ class _TorchRunner:
         )  # active set, complete, ours to keep
 
 
-def _new_runner(path: str) -> Any:
-    """The op library's runner where that library is loaded, since it releases the interpreter lock."""
+def _new_runner(path: str, device: str) -> Any:
+    """The op library's runner where that library is loaded, since it releases the interpreter lock.
+
+    On a graphics card a call only queues kernels, and torch's own runner does.
+    """
+    if device != "cpu":
+        return _TorchRunner(path, device)
     try:
         runner_class = torch.classes.deepinfer.CompiledGraph
     except RuntimeError:  # the class is not registered
-        return _TorchRunner(path)
+        return _TorchRunner(path, device)
     return runner_class(path)
 
 
@@ -132,11 +142,17 @@ class CompiledGraph:
 
     @classmethod
     def open(
-        cls, shared_object: bytes | Path, extern_json: bytes | None = None, *, name: str = "graph"
+        cls,
+        shared_object: bytes | Path,
+        extern_json: bytes | None = None,
+        *,
+        name: str = "graph",
+        device: str = "cpu",
     ) -> "CompiledGraph":
         """Load a graph from verified bytes (or from a file, which is read once and never opened again).
 
         `extern_json` must be given if the graph calls registered operations, whose library must be loaded.
+        `device` is where its tensors are: `cpu`, or `cuda` for one built for the card of this process.
         Raises ArtifactCorruptError if the file is no shared object that this process can load, and
         ArtifactMismatchError if it needs an operation that is not registered.
         """
@@ -144,7 +160,7 @@ class CompiledGraph:
         _check_elf(content, name)
         try:
             with _private_files(content, extern_json) as path:
-                return cls(name, _new_runner(str(path)))
+                return cls(name, _new_runner(str(path), device))
         except OSError as error:
             raise ArtifactCorruptError(f"cannot be written: {error.strerror}", where=name) from error
         except RuntimeError as error:

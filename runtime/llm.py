@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from deepinfer.artifacts import TrustStore
-from deepinfer.errors import RequestError, UsageError
+from deepinfer.errors import ArtifactMismatchError, RequestError, UsageError
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.input_processor import InputProcessor
 from deepinfer.runtime.limits import Limits
@@ -75,6 +75,13 @@ class LLM:
                 WAIT_POLICY,
             )
         self._loaded = load_artifact(artifact_dir, trust_store)
+        target = self._loaded.manifest.target
+        if target.device != "cpu":
+            raise ArtifactMismatchError(
+                f"built for {target.device} {target.arch}; this version generates on the CPU only",
+                where=str(artifact_dir),
+                action="deepinfer-diff compares it with the eager model",
+            )
         runner, tokenizer = self._loaded.runner, self._loaded.tokenizer
         runner.limits = _limited(runner.limits, max_num_seqs)
         self._inputs = InputProcessor(tokenizer, self._loaded.chat, runner.limits.max_model_len)

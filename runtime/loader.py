@@ -29,6 +29,7 @@ from deepinfer.artifacts import (
 from deepinfer.errors import ArtifactFormatError, ResourceError
 from deepinfer.kernels import native
 from deepinfer.runtime.caches import CacheArenas
+from deepinfer.runtime.card import card_architecture
 from deepinfer.runtime.chat import CONFIG_PATH, TEMPLATE_PATH, ChatFormat, chat_format
 from deepinfer.runtime.graph_loader import CompiledGraph, ExpectedTensor
 from deepinfer.runtime.limits import Limits
@@ -97,7 +98,7 @@ class LoadedArtifact:
     manifest: Manifest
     limits: Limits
     graphs: dict[str, CompiledGraph]  # by name, weights bound
-    runner: CpuModelRunner
+    runner: CpuModelRunner  # for graphs of the CPU
     arenas: CacheArenas
     weights: WeightStore
     tokenizer: Tokenizer | None  # None: prompts must be token ids
@@ -137,6 +138,8 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
             sizes.append(load_op_library(artifact))
         with report.part("weights") as sizes:
             weights = WeightStore.open(artifact)
+            device = torch.device(manifest.target.device)
+            weights = weights if device.type == "cpu" else weights.on(device)
             sizes.append(weights.total_bytes)
         with report.part("graphs") as sizes:
             names = [entry.name for entry in manifest.graphs]
@@ -144,10 +147,10 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
             names = [f"graphs/{name}/model.so" for name in names]
             sizes += [entry.bytes for entry in manifest.files if entry.path in names]
         with report.part("caches") as sizes:
-            arenas = CacheArenas.allocate(manifest.cache)
+            arenas = CacheArenas.allocate(manifest.cache, device)
             sizes.append(arenas.total_bytes)
             runner = CpuModelRunner(limits, graphs, arenas.regions, arenas=arenas)
-            _check_inputs(artifact, graphs, runner)
+            _check_inputs(artifact, graphs, runner)  # layouts are the same on every device
         with report.part("tokenizer") as sizes:
             tokenizer = None
             if TOKENIZER_PATH in artifact.paths:
@@ -177,12 +180,16 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
 
 
 def check_machine(manifest: Manifest, directory: Path | str) -> None:
-    """Raises ArtifactMismatchError unless this machine and this torch can run the artifact's code."""
+    """Raises ArtifactMismatchError unless this machine and this torch can run the artifact's code.
+
+    Code for a graphics card needs one of its very architecture.
+    """
+    card = card_architecture() if manifest.target.device == "cuda" else None
     check_compatible(
         manifest,
         torch_version=str(torch.__version__),  # its own type would compare as numbers, not to the last digit
-        device="cpu",
-        arch=platform.machine(),
+        device="cpu" if card is None else "cuda",
+        arch=card or platform.machine(),
         isa_supported={level for level in native.ISA_LEVELS if native.supports_isa(level)},
         directory=directory,
     )
@@ -256,6 +263,7 @@ def open_graph(artifact: OpenedArtifact, name: str, weights: Mapping[str, Tensor
         artifact.read_file(f"graphs/{name}/model.so"),
         artifact.read_file(extern_path) if extern_path in artifact.paths else None,
         name=name,
+        device=artifact.manifest.target.device,
     )
     graph.bind({constant.name: weights[constant.weight] for constant in artifact.signatures[name].constants})
     return graph

@@ -50,6 +50,16 @@ class WeightStore:
         tensors = {name: _tensor(maps[entry.path], name, entry) for name, entry in artifact.tensors.items()}
         return cls(tensors, sum(entry.size_bytes for entry in artifact.tensors.values()))
 
+    def on(self, device: torch.device) -> "WeightStore":
+        """A copy on a device, every tensor in memory of its own. Raises ResourceError if it does not fit."""
+        try:
+            tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"{self.total_bytes} bytes of weights do not fit into its memory", where=str(device)
+            ) from error
+        return WeightStore(tensors, self.total_bytes)
+
 
 def _map(artifact: OpenedArtifact, path: str) -> mmap.mmap:
     descriptor = artifact.open_file(path)

@@ -100,12 +100,12 @@ def test_nothing_is_left_behind_and_the_folder_was_private(files, monkeypatch, t
     seen = []
     original = graph_loader._new_runner
 
-    def look(path):
+    def look(path, device):
         folder = Path(path).parent
         seen.append((folder.stat().st_mode & 0o777, sorted(item.name for item in folder.iterdir())))
         digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         assert digest == hashlib.sha256(files[0]).hexdigest()
-        return original(path)
+        return original(path, device)
 
     monkeypatch.setattr(graph_loader, "_new_runner", look)
     CompiledGraph.open(*files)

@@ -254,3 +254,36 @@ def test_runtime_imports_neither_models_nor_compiler() -> None:
         "import deepinfer.runtime.llm\n"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+CARD = Target(device="cuda", arch="sm_90", isa="avx2")
+
+
+def test_code_for_a_card_is_refused_where_there_is_none(
+    tmp_path: Path, store: TrustStore, nothing_native_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    store.trust(write_artifact(tmp_path / "out", changes={"target": CARD}))
+    with pytest.raises(ArtifactMismatchError, match="built for cuda sm_90, torch finds no graphics card"):
+        loader.load_artifact(tmp_path / "out", store)
+
+
+def test_code_for_another_card_is_refused_with_the_way_to_build_it(
+    tmp_path: Path, store: TrustStore, nothing_native_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    store.trust(write_artifact(tmp_path / "out", changes={"target": CARD}))
+    with pytest.raises(ArtifactMismatchError, match="built for cuda sm_90, this is cuda sm_100") as caught:
+        loader.load_artifact(tmp_path / "out", store)
+    assert "--target cuda:sm_100" in str(caught.value)
+
+
+def test_code_for_the_card_that_is_there_goes_on_to_the_next_check(
+    tmp_path: Path, store: TrustStore, nothing_native_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    write_artifact(tmp_path / "out", changes={"target": CARD})
+    with pytest.raises(ArtifactUntrustedError, match="deepinfer trust"):
+        loader.load_artifact(tmp_path / "out", store)

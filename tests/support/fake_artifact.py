@@ -117,7 +117,10 @@ class OpenedFakes:
         self.bound: dict[str, dict[str, Tensor]] = {}
         self.checked: list[str] = []
 
-    def open(self, shared_object: bytes, extern_json: bytes | None = None, *, name: str) -> object:
+    def open(
+        self, shared_object: bytes, extern_json: bytes | None = None, *, name: str, device: str
+    ) -> object:
+        assert device == "cpu"
         assert shared_object == f"stands for {name}".encode() and extern_json is None
         graph = fake_graphs.fake_runner()._graphs[name]
         graph.bind = lambda constants, *_: self.bound.__setitem__(name, dict(constants))  # type: ignore[union-attr]
