@@ -3,6 +3,7 @@
 # make check     format, lint, types, architecture
 # make test-all  every test
 # make triton    the GPU kernels: interpreted on the CPU, and compiled for every target; installs Triton (190 MB)
+# make cross     whole graphs for a graphics card, built without one, in .venv-cross (installs 5 GB)
 # make mutants   put small mistakes into the sources, one by one; a test must notice each (MUTANTS="sampling F10")
 # make bench     measure: ratios with quartiles at 1 and 2 threads (BENCH="--only sample --json figures.json")
 #
@@ -10,6 +11,7 @@
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell command -v $(name))))
 WORKERS ?= 2
+CROSS ?= $(CURDIR)/.venv-cross
 SOURCES := $(shell find deepinfer graphs passes kernels artifacts runtime -name '*.py' -o -name '*.cpp' -o -name '*.h')
 
 # One thread per process: builds and tests already run one process per core.
@@ -25,7 +27,7 @@ BIN := $(CURDIR)/.venv/bin
 READY := .venv/.package
 endif
 
-.PHONY: demo test test-all triton check mutants bench clean
+.PHONY: demo test test-all triton cross check mutants bench clean
 
 demo: $(READY)
 	$(BIN)/deepinfer-compile examples/tiny/checkpoint -o demo-artifact --force
@@ -44,6 +46,10 @@ triton: $(READY)
 	$(BIN)/pytest -q tests/kernels/test_cuda_target.py tests/kernels/test_cuda_gate.py \
 		tests/kernels/test_triton.py
 
+# Torch with CUDA in an environment of its own; neither a card nor a driver is needed.
+cross: $(CROSS)/.package
+	$(CROSS)/bin/pytest -q tests/cross tests/passes/test_cuda_compile_only.py
+
 # mypy does not follow an editable install, so it reads a fresh copy of what the wheel holds.
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -60,7 +66,19 @@ bench: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python benchmarks/run.py $(BENCH)
 
 clean:
-	rm -rf build .venv demo-artifact .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build .venv .venv-cross demo-artifact .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(CROSS)/.tools: constraints-cuda.txt pyproject.toml
+	$(PYTHON) -m venv $(CROSS)
+	rm -rf build
+	$(CROSS)/bin/pip install -q -c constraints-cuda.txt torch triton nvidia-cuda-crt nvidia-cuda-cccl
+	$(CROSS)/bin/pip install -q -c constraints-cuda.txt . pytest hypothesis pytest-xdist
+	touch $@
+
+$(CROSS)/.package: $(CROSS)/.tools $(SOURCES)
+	rm -rf build
+	$(CROSS)/bin/pip install -q --no-deps --force-reinstall .
+	touch $@
 
 .venv/.tools: constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -49,20 +49,31 @@ def _update(digest: "hashlib._Hash", name: str, path: Path) -> None:
 
 def graph_key(job: dict[str, Any]) -> str:
     """Return the key of one graph; `job` holds what the build depends on, without paths."""
-    return _key(job["isa"], job=job, sources=sources_sha256())
+    return _key(job["isa"], job["arch"], job=job, sources=sources_sha256())
 
 
-def lowering_key(text: str, node_names: Sequence[str], name: str, isa: str) -> str:
+def lowering_key(
+    text: str,
+    node_names: Sequence[str],
+    name: str,
+    isa: str,
+    arch: str | None = None,
+    unaligned: Sequence[int] = (),
+) -> str:
     """Return the key of what one graph is lowered to.
 
-    `text` and `node_names` are those of the graph after all passes; names reach the generated code.
+    `text` and `node_names` are those of the graph after all passes; names reach the generated code. For a
+    graphics card's `arch` kernels become part of it, and so do the inputs that start anywhere, `unaligned`.
     """
     digest = hashlib.sha256()
     _update_from_package(digest, deepinfer.passes)
-    return _key(isa, text=text, nodes=list(node_names), name=name, isa=isa, sources=digest.hexdigest())
+    if arch is not None:
+        _update_from_package(digest, deepinfer.kernels)
+    parts = {"nodes": list(node_names), "unaligned": list(unaligned), "sources": digest.hexdigest()}
+    return _key(isa, arch, text=text, name=name, isa=isa, arch=arch, **parts)
 
 
-def comparison_key(artifact_id: str, isa: str) -> str:
+def comparison_key(artifact_id: str, isa: str, arch: str | None = None) -> str:
     """Return the key of an artifact's comparison with the eager model.
 
     The artifact's id covers its files and the checkpoint; the eager model and the comparison are our sources.
@@ -70,13 +81,14 @@ def comparison_key(artifact_id: str, isa: str) -> str:
     digest = hashlib.sha256(sources_sha256().encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         _update(digest, path.name, path)
-    return _key(isa, artifact_id=artifact_id, sources=digest.hexdigest())
+    return _key(isa, arch, artifact_id=artifact_id, sources=digest.hexdigest())
 
 
-def _key(target_isa: str, **identity: Any) -> str:
-    """Digest of an identity together with the tools that make native code for an instruction set."""
+def _key(target_isa: str, target_arch: str | None, **identity: Any) -> str:
+    """Digest of an identity together with the tools that make native code for a target."""
+    toolchain = toolchain_identity(target_isa, target_arch)
     tools = {
-        "toolchain": {name: str(value) for name, value in toolchain_identity(target_isa).items()},
+        "toolchain": {name: str(value) for name, value in toolchain.items()},
         "torch": [str(torch.__version__), str(torch.version.git_version)],
     }
     return hashlib.sha256(canonical_bytes(identity | tools)).hexdigest()

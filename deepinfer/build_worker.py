@@ -31,9 +31,11 @@ from deepinfer.graphs.capture import GraphSpec, WeightSpecs, capture, recorded_s
 from deepinfer.graphs.config import ModelConfig, parse_config
 from deepinfer.graphs.fusions import fused_calls
 from deepinfer.graphs.records import PRECISIONS, Precision
+from deepinfer.graphs.rows import StepInputs
 from deepinfer.graphs.store import store_specs
 from deepinfer.kernels.native import load_host_library
 from deepinfer.passes.capture_safety import check_captured
+from deepinfer.passes.cuda_graph import ALIGNMENT_BYTES
 from deepinfer.passes.frozen_values import check_same_trace
 from deepinfer.passes.fuse import PREFIX as FUSION_PREFIX
 from deepinfer.passes.lower import LoweredGraph, lower_graph
@@ -60,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     request_rows: int
     taps: bool
     isa: str
+    arch: str | None = None  # of a graphics card; `isa` is then that of the code around its kernels
     disabled_passes: tuple[str, ...]
     cache_dir: str  # of the op library that tracing needs, and of what graphs were lowered to
     dump_dir: str | None
@@ -100,10 +103,18 @@ def lowered_files(job: Job, program: ExportedProgram, text: str) -> dict[str, by
     Most changes of the sources leave most graphs as they are; those need no compiler.
     """
     cache = BuildCache(Path(job.cache_dir) / "lowered")
-    key = lowering_key(text, [node.name for node in program.graph.nodes], job.spec.name, job.isa)
+    names, unaligned = [node.name for node in program.graph.nodes], _unaligned_inputs(job)
+    key = lowering_key(text, names, job.spec.name, job.isa, job.arch, unaligned)
     files = cache.get(key)
     if files is None:
-        lowered = lower_graph(program, name=job.spec.name, work_dir=Path(job.work_dir), isa=job.isa)
+        lowered = lower_graph(
+            program,
+            name=job.spec.name,
+            work_dir=Path(job.work_dir),
+            isa=job.isa,
+            arch=job.arch,
+            unaligned=unaligned,
+        )
         files = {"model.so": lowered.shared_object.read_bytes()}
         if lowered.extern_json is not None:
             files["model.json"] = lowered.extern_json.read_bytes()
@@ -148,15 +159,30 @@ def captured_program(job: Job) -> ExportedProgram:
 
 def _what_to_trace(job: Job) -> tuple[GraphSpec, ModelConfig, Precision, CacheLayout, WeightSpecs]:
     config = parse_config(job.config)
-    layout = cache_layout(
-        config,
+    specs = store_specs(config, job.max_model_len, packed=job.arch is None)
+    return job.spec, config, PRECISIONS[job.precision], _layout(job), specs
+
+
+def _layout(job: Job) -> CacheLayout:
+    return cache_layout(
+        parse_config(job.config),
         job.precision,
         max_num_seqs=job.max_num_seqs,
         max_model_len=job.max_model_len,
         num_blocks=job.num_blocks,
     )
-    specs = store_specs(config, job.max_model_len, packed=True)
-    return job.spec, config, PRECISIONS[job.precision], layout, specs
+
+
+def _unaligned_inputs(job: Job) -> tuple[int, ...]:
+    """Inputs of the graph that are views into larger memory and may start at any address."""
+    if job.arch is None or job.phase == "logits":
+        return ()
+    count = len(StepInputs._fields)  # all in one buffer
+    regions = enumerate(_layout(job).regions, count)
+    return (
+        *range(count),
+        *(index for index, region in regions if region.offset_bytes % ALIGNMENT_BYTES),
+    )
 
 
 def signature_of(lowered: LoweredGraph) -> GraphSignature:

@@ -33,12 +33,13 @@ def certified_once(
     *,
     trust_store: TrustStore,
     progress: Progress,
+    arch: str | None = None,
 ) -> tuple[bool | None, str]:
     """Put a certificate beside the artifact; returns the verdict, None without one, and an explanation.
 
     Raises what `certify_artifact` raises, but for an artifact of another processor.
     """
-    proofs, key = BuildCache(cache_dir / "certified"), comparison_key(artifact_id, isa)
+    proofs, key = BuildCache(cache_dir / "certified"), comparison_key(artifact_id, isa, arch)
     known = proofs.get(key)
     if known is not None:
         write_certificate(out_dir, msgspec.json.decode(known[_CERTIFICATE], type=Certificate))

@@ -46,12 +46,13 @@ from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.store import store_loaders, store_specs
 from deepinfer.graphs.strict_json import read_json_object
 from deepinfer.kernels import native
+from deepinfer.passes.cuda_target import check_builder
 from deepinfer.passes.manager import PassManager
 from deepinfer.passes.pipeline import PASSES_EXACT
 from deepinfer.passes.toolchain import toolchain_identity
 from deepinfer.progress import Progress
 from deepinfer.settings import CompileConfig
-from deepinfer.target import require_cpu
+from deepinfer.target import parse_target
 from deepinfer.tokenizer_files import eos_token_ids, tokenizer_files
 from deepinfer.tolerances import TOLERANCES
 from deepinfer.weight_file import file_bytes, write_weight_file
@@ -94,6 +95,7 @@ class _Build:
     config: ModelConfig
     options: CompileConfig
     isa: str
+    arch: str | None  # of a graphics card; None for the CPU
     layout: declared.CacheLayout
     specs: list[GraphSpec]
 
@@ -165,6 +167,7 @@ def compile_model(
                 cache_dir,
                 trust_store=trust_store,
                 progress=progress,
+                arch=build.arch,
             )
         except BaseException:
             progress.say(f"{out_dir} is complete, but was not compared: deepinfer-diff does that")
@@ -187,7 +190,9 @@ def _sidecars(graphs: list[BuiltGraph]) -> dict[str, dict[str, Any]]:
 
 
 def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
-    require_cpu(options.target)
+    arch = parse_target(options.target).arch
+    if arch is not None:
+        check_builder()  # what is missing is named now, not by a worker
     load_config(model_dir)  # says what is wrong, and what is ignored
     config_json = read_json_object(model_dir / "config.json", MAX_CONFIG_BYTES, ConfigError)
     config = parse_config(config_json)  # of the very content that the workers get
@@ -195,7 +200,7 @@ def _resolve(model_dir: Path, options: CompileConfig) -> _Build:
     options, layout = resolve_sizes(options, config)
     assert options.max_model_len is not None and options.logits_rows is not None
     isa = native.host_isa() if options.isa == "auto" else options.isa
-    return _Build(model_dir, config_json, config, options, isa, layout, graph_specs(config, options))
+    return _Build(model_dir, config_json, config, options, isa, arch, layout, graph_specs(config, options))
 
 
 def graph_specs(config: ModelConfig, options: CompileConfig) -> list[GraphSpec]:
@@ -216,7 +221,9 @@ def _open_sources(build: _Build) -> _Sources:
     files = tokenizer_files(build.model_dir)
     return _Sources(
         checkpoint=checkpoint,
-        weights=store_loaders(checkpoint, build.config, build.options.max_model_len or 0, packed=True),
+        weights=store_loaders(
+            checkpoint, build.config, build.options.max_model_len or 0, packed=build.arch is None
+        ),
         text_files=files,
         eos_token_id=eos_token_ids(build.config, files),
     )
@@ -235,6 +242,7 @@ def _job(build: _Build, spec: GraphSpec, cache_dir: Path, dump_dir: Path | None)
         request_rows=spec.request_rows,
         taps=spec.taps,
         isa=build.isa,
+        arch=build.arch,
         disabled_passes=options.disabled_passes,
         cache_dir=str(cache_dir),
         dump_dir=str(dump_dir) if dump_dir else None,
@@ -243,7 +251,7 @@ def _job(build: _Build, spec: GraphSpec, cache_dir: Path, dump_dir: Path | None)
 
 
 def _write_weights(writer: ArtifactWriter, build: _Build, sources: _Sources, progress: Progress) -> int:
-    specs = store_specs(build.config, build.options.max_model_len or 0, packed=True)
+    specs = store_specs(build.config, build.options.max_model_len or 0, packed=build.arch is None)
     progress.start("weights", file_bytes(specs))
     with writer.create_file("weights/model.safetensors") as file:
 
@@ -257,7 +265,7 @@ def _write_weights(writer: ArtifactWriter, build: _Build, sources: _Sources, pro
 def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: int) -> Manifest:
     config, options, layout = build.config, build.options, build.layout
     checkpoint, tokenizer = sources.checkpoint, sources.text_files.get("tokenizer.json")
-    toolchain = toolchain_identity(build.isa)
+    toolchain = toolchain_identity(build.isa, build.arch)
     return Manifest(
         model=ModelInfo(
             model_type=config.model_type,
@@ -281,7 +289,11 @@ def _manifest(build: _Build, sources: _Sources, library: Path, weights_bytes: in
             compiler=toolchain["compiler"],
             op_library_sha256=hashlib.sha256(library.read_bytes()).hexdigest(),
         ),
-        target=Target(device="cpu", arch=platform.machine(), isa=build.isa),
+        target=Target(
+            device="cpu" if build.arch is None else "cuda",
+            arch=build.arch or platform.machine(),
+            isa=build.isa,
+        ),
         precision=options.precision,
         passes=tuple(
             PassInfo(name=step.name, sha256=step.source_sha256, exact=step.exact) for step in PASSES_EXACT

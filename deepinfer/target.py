@@ -42,8 +42,8 @@ def parse_target(name: str) -> Target:
 
 
 def require_cpu(name: str) -> None:
-    """Raise SettingsError unless `name` is the target that this version builds and plans whole graphs for."""
+    """Raise SettingsError unless `name` is the target whose layouts a plan describes."""
     if parse_target(name).kind != "cpu":
         raise SettingsError(
-            f"no whole graphs are made for {name} yet", where="compile.target", action="use cpu"
+            f"a plan is of the CPU's layouts, not of {name}", where="compile.target", action="use cpu"
         )

@@ -23,6 +23,27 @@ _COPY_CALL = re.compile(
 _THREADS = re.compile(r"#pragma omp|omp_get_")
 
 
+_ALIGNED_COPY = re.compile(
+    r"AOTI_TORCH_WARN\(\"Input (\d+) was compiled as \d+-bytes aligned[^;]*;\s*"
+    r"AtenTensorHandle (\w+)_aligned;\s*"
+    r"aoti_torch_clone_preserve_strides\(\2, &\2_aligned\);\s*"
+    r"\2 = std::move\(RAIIAtenTensorHandle\(\2_aligned\)\);"
+)
+
+
+def refuse_unaligned(wrapper: str, name: str) -> str:
+    """The wrapper with an error where it would copy an input that does not start at a multiple of 16 bytes.
+
+    What is written to the copy of a cache region would be lost, and a copy in every call goes unnoticed.
+    """
+    text, count = _ALIGNED_COPY.subn(
+        r'throw std::runtime_error("input \1 does not start at a multiple of 16 bytes");', wrapper
+    )
+    if "bytes aligned" in text or text.count("does not start at a multiple of 16") != count:
+        raise LoweringError("the generated code treats unaligned inputs in an unknown form", where=name)
+    return text
+
+
 def split_generated(source: str, name: str) -> tuple[str, str]:
     """Wrapper and kernels of one generated file; the kernels part is empty if there are none."""
     if "AOTInductorModel::run_impl" not in source:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,16 @@ import torch
 from torch import fx
 
 from deepinfer.errors import LoweringError
+from deepinfer.passes.cuda_target import compile_only
 from deepinfer.passes.toolchain import Isa
+
+# what is added for a graphics card
+_CARD_OPTIONS: dict[str, Any] = {
+    "aot_inductor.embed_kernel_binary": True,  # machine code is in the shared object, not beside it
+    "compile_threads": 1,  # what is replaced for the card is replaced in this process alone
+    "max_autotune_gemm": False,
+    "_use_fp64_for_unbacked_floats": False,  # else a number given to a kernel is a double there
+}
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
@@ -41,13 +50,15 @@ OPTIONS: dict[str, Any] = {
 class Generated:
     """What Inductor leaves: the source, the object with its (empty) constant section, the extern calls.
 
-    `copied_back` are positions of inputs that are computed elsewhere and copied back as a whole.
+    `machine_code` is that of kernels on a card, by the name that the source has for it. `copied_back` are
+    positions of inputs that are computed elsewhere and copied back as a whole.
     """
 
     source: str
     constants_object: Path
     extern_json: Path | None
     copied_back: tuple[int, ...]
+    machine_code: dict[str, bytes]
 
 
 def _replaced(module: Any, name: str, value: Any) -> Any:
@@ -121,16 +132,25 @@ def _gist(error: Exception) -> str:
     return "; ".join(lines[:1] + causes[:1])
 
 
-def generate(module: fx.GraphModule, arguments: list[Any], name: str, scratch: Path, isa: Isa) -> Generated:
+def generate(
+    module: fx.GraphModule,
+    arguments: list[Any],
+    name: str,
+    scratch: Path,
+    isa: Isa,
+    card: tuple[str, Mapping[int, Any]] | None = None,
+) -> Generated:
     """Generate C++ for a graph whose weights are attributes; all tensors fake.
 
-    `scratch` must be an empty folder. Raises LoweringError with Inductor's first line of explanation.
+    `scratch` must be an empty folder. `card` is the architecture of a graphics card, for a graph on one, with
+    the Triton kernels that the graph calls. Raises LoweringError with Inductor's first line of explanation.
     """
     from torch import _inductor
 
     stem = re.sub(r"\W", "_", name)
     options = {
         **OPTIONS,
+        **(_CARD_OPTIONS if card else {}),
         "cpp.simdlen": isa.vector_bits,
         "cpp.march": isa.march,
         "aot_inductor.model_name_for_generated_files": stem,
@@ -138,7 +158,10 @@ def generate(module: fx.GraphModule, arguments: list[Any], name: str, scratch: P
     }
     copied_back: list[int] = []
     try:
-        with _pinned(isa, scratch, copied_back), torch.no_grad():
+        target: contextlib.AbstractContextManager[dict[str, bytes]] = contextlib.nullcontext({})
+        if card is not None:
+            target = compile_only(*card, scratch)
+        with _pinned(isa, scratch, copied_back), target as machine_code, torch.no_grad():
             files = _inductor.aot_compile(module, tuple(arguments), options=options)
     except LoweringError:
         raise
@@ -154,4 +177,5 @@ def generate(module: fx.GraphModule, arguments: list[Any], name: str, scratch: P
         constants_object=by_end[".weights.o"][0],
         extern_json=extern[0] if extern else None,
         copied_back=tuple(copied_back),
+        machine_code=machine_code,
     )

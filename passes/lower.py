@@ -8,7 +8,8 @@ weight value can reach the code. Knows nothing about models, nor how shared obje
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from deepinfer.errors import LoweringError
+from deepinfer.passes.cuda_graph import on_card
 from deepinfer.passes.effects import mutated_bases
 from deepinfer.passes.generated_code import (
     check_no_threads,
     constant_names,
+    refuse_unaligned,
     split_generated,
     whole_region_buffers,
 )
@@ -70,12 +73,21 @@ class LoweredGraph:
 
 
 def lower_graph(
-    program: ExportedProgram, *, name: str, work_dir: Path, isa: str = "avx2", in_place: bool = True
+    program: ExportedProgram,
+    *,
+    name: str,
+    work_dir: Path,
+    isa: str = "avx2",
+    in_place: bool = True,
+    arch: str | None = None,
+    unaligned: Collection[int] = (),
 ) -> LoweredGraph:
     """Lower one program to `work_dir/model.so` (and `model.json`), the same bytes for the same graph.
 
     `work_dir` is created and holds nothing else afterwards. One lowering at a time per process; run several
-    processes to use several cores. Raises LoweringError if Inductor or the compiler fails, if the generated
+    processes to use several cores. `arch` is that of a graphics card to lower for (`isa` is then that of the
+    code around the kernels); `unaligned` are the inputs that may start at any address there, others start at
+    multiples of 16 bytes. Raises LoweringError if Inductor or the compiler fails, if the generated
     code is not of the expected form, or, with `in_place`, if a written input would be copied whole.
     """
     level = isa_level(isa)
@@ -94,10 +106,15 @@ def lower_graph(
     try:
         module, arguments, weights = _unlifted(program, name)
         specs = _input_specs(program)
-        generated = generate(module, arguments, name, scratch, level)
+        card = None
+        if arch is not None:
+            graph = on_card(module, arguments, name, unaligned)
+            module, arguments, card = graph.module, graph.arguments, (arch, graph.kernels)
+        generated = generate(module, arguments, name, scratch, level, card)
+        generated = replace(generated, source=refuse_unaligned(generated.source, name))
         if in_place:
             _check_in_place(generated, specs, name)
-        constants, built = _build(generated, name, scratch, level)
+        constants, built = _build(generated, name, scratch, level, cuda=card is not None)
         shared_object = Path(shutil.move(built, work_dir / "model.so"))
         extern_json = None
         if generated.extern_json is not None:
@@ -194,7 +211,7 @@ def _check_in_place(generated: Generated, specs: tuple[TensorSpec, ...], name: s
 
 
 def _build(
-    generated: Generated, name: str, scratch: Path, isa: Isa
+    generated: Generated, name: str, scratch: Path, isa: Isa, *, cuda: bool
 ) -> tuple[tuple[tuple[str, str], ...], Path]:
     """Check the generated code, then compile and link it: constants' names and the shared object."""
     wrapper, kernels = split_generated(generated.source, name)
@@ -205,8 +222,23 @@ def _build(
     if kernels:
         (scratch / "kernels.cpp").write_text(kernels, encoding="utf-8")
         sources.append(("kernels.cpp", "-O3"))
-    built = build_shared_object(sources, [generated.constants_object], isa, scratch, "model.so")
+    if cuda:
+        sources.append((_write_machine_code(generated.machine_code, scratch), "-O0"))
+    built = build_shared_object(sources, [generated.constants_object], isa, scratch, "model.so", cuda=cuda)
     return constants, built
+
+
+def _write_machine_code(codes: dict[str, bytes], scratch: Path) -> str:
+    """Write an assembly file that holds the code of every kernel under the name that the wrapper reads."""
+    lines = [".section .rodata"]
+    for number, (name, code) in enumerate(sorted(codes.items())):
+        (scratch / f"kernel{number}.cubin").write_bytes(code)
+        symbol = f"__{name}_start"
+        lines += [".balign 16", f".global {symbol}", f".hidden {symbol}", f"{symbol}:"]
+        lines.append(f'.incbin "kernel{number}.cubin"')
+    lines.append('.section .note.GNU-stack,"",@progbits')
+    (scratch / "machine_code.S").write_text("\n".join(lines) + "\n")
+    return "machine_code.S"
 
 
 def _copied_region(spec: TensorSpec, name: str) -> LoweringError:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -46,6 +47,16 @@ _DEFINES = (
     "-DC10_USING_CUSTOM_GENERATED_MACROS",
     "-DNDEBUG",
 )
+# of the CUDA driver, by the code that Inductor generates
+DRIVER_CALLS = (
+    "cuModuleLoad",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuGetErrorString",
+)
 _LINK = ("-shared", "-Wl,--build-id=none", "-Wl,-z,noexecstack", "-Wl,--as-needed", "-s")
 
 
@@ -75,8 +86,12 @@ def compile_flags(isa: Isa) -> tuple[str, ...]:
     return ("-std=c++20", "-fPIC", "-w", *_NUMERICS, *machine, *_DEFINES)
 
 
-def toolchain_identity(isa: str) -> dict[str, str]:
-    """What besides the graph decides a shared object's bytes: compiler, flags, torch. No paths."""
+def toolchain_identity(isa: str, arch: str | None = None) -> dict[str, str]:
+    """What besides the graph decides a shared object's bytes: compiler, flags, torch. No paths.
+
+    For a graphics card's `arch`, Triton as well, whose package holds the assembler. Raises LoweringError
+    where a compiler is missing.
+    """
     version = subprocess.run(
         [compiler(), "--version"],
         capture_output=True,
@@ -84,11 +99,19 @@ def toolchain_identity(isa: str) -> dict[str, str]:
         check=False,
         env={**os.environ, "LC_ALL": "C"},
     )
-    return {
+    identity = {
         "compiler": version.stdout.partition("\n")[0],
         "flags": " ".join((*compile_flags(isa_level(isa)), *_LINK)),
         "torch": torch.__version__,
     }
+    if arch is not None:
+        try:
+            identity["compiler"] += f", triton {metadata.version('triton')}"
+        except metadata.PackageNotFoundError as error:
+            raise LoweringError(
+                "Triton is not installed", where="toolchain", action="install what constraints-cuda.txt names"
+            ) from error
+    return identity
 
 
 def _failure(name: str, returncode: int, output: bytes) -> LoweringError:
@@ -110,15 +133,29 @@ def _finish(process: subprocess.Popen[bytes], name: str) -> None:
 
 
 def build_shared_object(
-    sources: Sequence[tuple[str, str]], objects: Sequence[Path], isa: Isa, work_dir: Path, output: str
+    sources: Sequence[tuple[str, str]],
+    objects: Sequence[Path],
+    isa: Isa,
+    work_dir: Path,
+    output: str,
+    *,
+    cuda: bool = False,
 ) -> Path:
     """Compile `(file name, optimisation level)` sources side by side, link them with `objects`, strip.
+
+    With `cuda` they may use CUDA; every symbol is then looked for, in torch's libraries and the driver's.
 
     File names are relative to `work_dir`, where the result is written as `output`. Raises LoweringError with
     the end of the compiler's output.
     """
     mapped = [f"-ffile-prefix-map={TORCH_DIR}=torch", f"-ffile-prefix-map={work_dir}=."]
     include = [f"-I{TORCH_DIR}/include", f"-I{TORCH_DIR}/include/torch/csrc/api/include"]
+    libraries = [f"-L{TORCH_DIR}/lib", "-ltorch_cpu"]
+    if cuda:
+        include += ["-DUSE_CUDA", f"-I{_cuda_file('include/cuda.h').parent}"]
+        runtime = _cuda_file("lib/libcudart.so.13")
+        libraries += ["-ltorch_cuda", "-lc10_cuda", "-lc10", str(runtime), *_driver_stub(work_dir)]
+        libraries += ["-Wl,-z,defs"]
     common = [*compile_flags(isa), *mapped, *include]
     running = [
         (name, _start([level, *common, "-c", name, "-o", f"{name}.o"], work_dir)) for name, level in sources
@@ -132,6 +169,35 @@ def build_shared_object(
                 process.kill()
                 process.wait()
     inputs = [f"{name}.o" for name, _ in sources] + [str(path) for path in objects]
-    link = [*_LINK, "-o", output, *inputs, f"-L{TORCH_DIR}/lib", "-ltorch_cpu"]
+    link = [*_LINK, "-o", output, *inputs, *libraries]
     _finish(_start(link, work_dir), output)
     return work_dir / output
+
+
+def _cuda_file(name: str) -> Path:
+    """A file of CUDA in the packages beside torch; raises LoweringError where one of them is missing."""
+    root = TORCH_DIR.parent / "nvidia" / "cu13"
+    for each in (name, "include/crt/host_defines.h"):  # of a package of its own
+        if not (root / each).exists():
+            raise LoweringError(
+                f"the packages of CUDA beside torch lack {each}",
+                where="toolchain",
+                action="install what constraints-cuda.txt names",
+            )
+    return root / name
+
+
+def _driver_stub(work_dir: Path) -> list[str]:
+    """Link flags for the driver's library, which is part of no package: a stand-in has its name and symbols.
+
+    It is there for the linker alone. What is linked finds the real one, by the name inside, where it runs.
+    """
+    (work_dir / "driver").mkdir()
+    calls = "".join(f'extern "C" void {name}() {{}}\n' for name in DRIVER_CALLS)
+    (work_dir / "driver" / "stub.cpp").write_text(calls)
+    soname = "-Wl,-soname,libcuda.so.1"
+    _finish(
+        _start(["-shared", "-fPIC", soname, "driver/stub.cpp", "-o", "driver/libcuda.so"], work_dir),
+        "driver stub",
+    )
+    return [f"-L{work_dir}/driver", "-lcuda"]

@@ -36,6 +36,8 @@ MAY_IMPORT_LAZILY = {
     "deepinfer.cli.bench": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.benchmark_report": "matplotlib is an extra, and slow to import",
     "deepinfer.cli.main": "inspect and trust must not load the runtime",
+    "deepinfer.passes.cuda_graph": "Triton is there only where code for a graphics card is made",
+    "deepinfer.passes.cuda_target": "as for cuda_graph, and Inductor as for inductor",
     "deepinfer.passes.inductor": "Inductor takes seconds to import and only the workers of a build need it",
 }
 

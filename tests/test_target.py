@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepinfer.compile import compile_model
-from deepinfer.errors import SettingsError
+from deepinfer.errors import LoweringError, SettingsError
+from deepinfer.plan import plan_model
 from deepinfer.settings import CompileConfig
 from deepinfer.target import TARGETS, Target, parse_target
 
@@ -27,7 +29,14 @@ def test_an_unknown_target_is_refused_with_the_known_ones(name: str) -> None:
         CompileConfig(target=name)  # type: ignore[arg-type]
 
 
-def test_a_target_without_whole_graphs_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no whole graphs"):
-        compile_model(tmp_path, tmp_path / "out", CompileConfig(target="cuda:sm_90"))
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")
+@pytest.mark.parametrize("name", ["cuda:sm_90", "cuda:sm_100"])
+def test_a_card_is_not_built_for_without_the_environment_for_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(LoweringError, match="built without CUDA .*constraints-cuda.txt"):
+        compile_model(tmp_path, tmp_path / "out", CompileConfig(target=name))  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_a_card_is_refused(golden_dir: Path) -> None:
+    with pytest.raises(SettingsError, match="not of cuda:sm_90"):
+        plan_model(golden_dir, CompileConfig(target="cuda:sm_90"))

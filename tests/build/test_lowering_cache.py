@@ -18,7 +18,10 @@ class Lowering:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, program: object, *, name: str, work_dir: Path, isa: str) -> SimpleNamespace:
+    def __call__(
+        self, program: object, *, name: str, work_dir: Path, isa: str, arch: str | None, unaligned: tuple
+    ) -> SimpleNamespace:
+        assert arch is None and unaligned == ()
         self.count += 1
         (work_dir / "lowered").write_bytes(f"{name} {isa} {self.count}".encode())
         return SimpleNamespace(shared_object=work_dir / "lowered", extern_json=None)

@@ -62,6 +62,37 @@ def test_threads_in_generated_loops_are_refused():
         generated_code.check_no_threads("#pragma omp parallel for", "g")
 
 
+ALIGNED = """
+    if ((reinterpret_cast<std::uintptr_t>(arg1_1.data_ptr()) & (16 -1)) != 0) {
+        AOTI_TORCH_WARN("Input 1 was compiled as 16-bytes aligned, but it is not.");
+        AtenTensorHandle arg1_1_aligned;
+        aoti_torch_clone_preserve_strides(arg1_1, &arg1_1_aligned);
+        arg1_1 = std::move(RAIIAtenTensorHandle(arg1_1_aligned));
+    }
+"""
+
+
+def test_an_unaligned_input_becomes_an_error_instead_of_a_copy():
+    source = WRAPPER.replace("EMPTY", ALIGNED)
+    assert generated_code.whole_region_buffers(source, REGION, "g") == [1]
+    refusing = generated_code.refuse_unaligned(source, "g")
+    assert 'throw std::runtime_error("input 1 does not start at a multiple of 16 bytes");' in refusing
+    assert generated_code.whole_region_buffers(refusing, REGION, "g") == []
+    assert generated_code.refuse_unaligned(WRAPPER, "g") == WRAPPER
+
+
+def test_another_form_of_that_copy_is_refused():
+    source = WRAPPER.replace("EMPTY", ALIGNED.replace("AtenTensorHandle arg1_1_aligned;", ""))
+    with pytest.raises(LoweringError, match="unaligned inputs in an unknown form"):
+        generated_code.refuse_unaligned(source, "g")
+
+
+def test_missing_packages_of_cuda_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "TORCH_DIR", tmp_path / "torch")
+    with pytest.raises(LoweringError, match="lack include/cuda.h .*constraints-cuda.txt"):
+        toolchain.build_shared_object([], [], toolchain.isa_level("avx2"), tmp_path, "x.so", cuda=True)
+
+
 def test_a_compiler_error_is_shown_without_paths_of_torch(tmp_path):
     (tmp_path / "bad.cpp").write_text(
         "#include <torch/csrc/inductor/aoti_torch/c/shim.h>\nint f() { return nowhere; }\n"
