@@ -40,6 +40,9 @@ class ChatFormat(Protocol):
         formats that know it. Raises RequestError.
         """
 
+    def answer_message(self, text: str) -> dict[str, str]:
+        """An answer as the assistant's message of a conversation that goes on."""
+
 
 def chat_format(
     files: Mapping[str, bytes], tokenizer: Tokenizer | None, model_type: str, max_model_len: int
@@ -93,6 +96,13 @@ class DeepSeekFormat:
                 ids += self._tokenizer.encode_plain(part, self._max_model_len, deepseek_chat.CONTROL_TOKENS)
         return ids
 
+    def answer_message(self, text: str) -> dict[str, str]:
+        """See `ChatFormat`. What was reasoned is a field of its own."""
+        reasoning, end, content = text.partition(deepseek_chat.END_THINK)
+        if not end:
+            return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning}
+
 
 class TemplateFormat:
     """The format that a chat template writes."""
@@ -134,6 +144,10 @@ class TemplateFormat:
         return [
             token for part in parts for token in self._tokenizer.encode_written(part, self._max_model_len)
         ]
+
+    def answer_message(self, text: str) -> dict[str, str]:
+        """See `ChatFormat`. The text as it is: the template knows what to do with it."""
+        return {"role": "assistant", "content": text}
 
 
 def _parsed(

@@ -182,6 +182,12 @@ class LLM:
         """
         return self._inputs.encode_chat(messages, **options)
 
+    def answer_message(self, text: str) -> dict[str, str]:
+        """An answer as the assistant's message of a conversation that goes on."""
+        if self._inputs.chat is None:
+            return {"role": "assistant", "content": text}
+        return self._inputs.chat.answer_message(text)
+
     def score(self, prompts: PromptLike | Sequence[PromptLike], use_tqdm: bool = True) -> list[Score]:
         """Log-probabilities that the model gives to texts, or to token ids, token by token.
 

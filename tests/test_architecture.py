@@ -31,6 +31,8 @@ MAY_IMPORT = {
 MAY_IMPORT_LAZILY = {
     "deepinfer.cli.compile": "the compiler loads only once the arguments are known to be good",
     "deepinfer.cli.diff": "as for compile",
+    "deepinfer.cli.chat": "as for generate",
+    "deepinfer.cli.sampling_flags": "as for generate",
     "deepinfer.cli.generate": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.cli.evaluate": "torch and the runtime load only once the arguments are known to be good",
     "deepinfer.cli.bench": "torch and the runtime load only once the arguments are known to be good",

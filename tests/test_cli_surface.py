@@ -18,7 +18,10 @@ COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-token
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \
 --top-k --top-p --min-p --min-tokens --logprobs --presence-penalty --frequency-penalty --repetition-penalty \
---num-threads --config --json -q --quiet --version"
+--stop --stream --num-threads --config --json -q --quiet --version"
+CHAT = "OUT -h --help --system --reasoning-effort --max-tokens --temperature --seed --top-k --top-p --min-p \
+--presence-penalty --frequency-penalty --repetition-penalty --stop --num-threads --config -q --quiet \
+--version"
 INSPECT = "OUT -h --help --graph --after --dot --json -q --quiet --version"
 BENCH = "KIND OUT -h --help --concurrency --input-len --output-len --chunk-size \
 --num-requests --vary --repeats --num-threads --output-json --output-markdown --plot --trace --config --json \
@@ -51,6 +54,7 @@ def test_the_subcommands_and_their_flags_are_the_listed_ones() -> None:
     parsers = _subparsers()
     assert {name: _flags(parser) for name, parser in parsers.items()} == {
         "generate": set(GENERATE.split()),
+        "chat": set(CHAT.split()),
         "inspect": set(INSPECT.split()),
         "bench": set(BENCH.split()),
         "eval": set(EVAL.split()),

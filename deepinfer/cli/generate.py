@@ -4,29 +4,18 @@ import argparse
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from deepinfer.cli.common import StrictParser, add_output_flags, integer_list, to_json
 from deepinfer.cli.prompts import Prompt, check_prompt, read_prompts
-from deepinfer.errors import NumericalError
+from deepinfer.cli.sampling_flags import add_sampling_flags, sampling_params
+from deepinfer.errors import NumericalError, UsageError
 from deepinfer.settings import UNSET, load_settings
 
 if TYPE_CHECKING:
     from deepinfer.runtime.outputs import RequestOutput
-
-
-_SAMPLING_FLAGS: Final = (
-    ("top-k", int, 0, "keep what reaches the N-th largest logit (0: all)"),
-    ("top-p", float, 1.0, "keep the most probable tokens of mass X (1: all)"),
-    ("min-p", float, 0.0, "keep what is X times as probable as the best (0: all)"),
-    ("min-tokens", int, 0, "no end token before N tokens (0)"),
-    ("logprobs", int, None, "with --json: log-probabilities of each token and the N best"),
-    ("presence-penalty", float, 0.0, "taken once from logits of generated tokens (0)"),
-    ("frequency-penalty", float, 0.0, "taken per occurrence from logits of generated tokens (0)"),
-    ("repetition-penalty", float, 1.0, "divides logits of tokens in prompt and output (1)"),
-)
 
 
 def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
@@ -42,9 +31,19 @@ def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
     prompts.add_argument("--prompt-token-ids", metavar="N,...", type=integer_list, help="one prompt as ids")
     prompts.add_argument("--prompts-file", metavar="F", type=Path, help="JSON lines, one prompt each")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=16, help="most tokens to add (16)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
-    _add_sampling_flags(parser)
+    parser.add_argument("--min-tokens", metavar="N", type=int, default=0, help="no end before N tokens (0)")
+    add_sampling_flags(parser)
+    parser.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=int,
+        help="with --json: log-probabilities of each token and the N best",
+    )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="print text as it comes; a single prompt on a terminal always does",
+    )
     parser.add_argument(
         "--num-threads", metavar="N", type=int, default=UNSET, help="threads (physical cores)"
     )
@@ -52,32 +51,24 @@ def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
     add_output_flags(parser, "print one JSON object per request")
 
 
-def _add_sampling_flags(parser: StrictParser) -> None:
-    """Parameters of sampling that most calls leave alone."""
-    for name, kind, default, text in _SAMPLING_FLAGS:
-        metavar = "N" if kind is int else "X"
-        parser.add_argument(f"--{name}", metavar=metavar, type=kind, default=default, help=text)
-
-
 def run(options: argparse.Namespace) -> int:
     """Load the artifact, generate for all prompts together, print in order. Raises DeepInferError."""
     serve = load_settings(options.config, serve_flags={"num_threads": options.num_threads}).serve
     prompts = _prompts(options)
-    with _collector_paused():
+    streams = _streams(options, len(prompts))
+    with collector_paused():
         from deepinfer.runtime.llm import LLM
-        from deepinfer.runtime.sampling_params import SamplingParams
 
-        names = [name.replace("-", "_") for name, *_ in _SAMPLING_FLAGS]
-        params = SamplingParams(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            **{name: getattr(options, name) for name in names},
+        params = sampling_params(
+            options, max_tokens=options.max_tokens, min_tokens=options.min_tokens, logprobs=options.logprobs
         )
         llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
-    outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
-    for index, output in enumerate(outputs):
-        print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
+    if streams:
+        outputs = [print_stream(llm.stream(prompts, params))]
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
+        for index, output in enumerate(outputs):
+            print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
     if not options.quiet:
         added = sum(len(output.outputs[0].token_ids) for output in outputs)
         print(f"{added} tokens for {len(outputs)} request{'s' * (len(outputs) > 1)}", file=sys.stderr)
@@ -92,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Starting makes objects that live as long as the process: looking for garbage among them takes longer
     than opening the artifact, so it begins afterwards and leaves them out.
     """
@@ -102,6 +93,29 @@ def _collector_paused() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _streams(options: argparse.Namespace, num_prompts: int) -> bool:
+    """Whether text is printed as it comes. Raises UsageError where that cannot be."""
+    if options.stream and (options.json or num_prompts > 1):
+        raise UsageError("is for the text of a single prompt", where="--stream")
+    return options.stream or (sys.stdout.isatty() and num_prompts == 1 and not options.json)
+
+
+def print_stream(stream: "Iterable[RequestOutput]") -> "RequestOutput":
+    """Prints one prompt's output as it comes, and a line's end; returns all of it."""
+    from deepinfer.runtime.output_collector import merged
+
+    outputs = []
+    for output in stream:
+        for piece in output.outputs:
+            ids = [
+                f"{',' if outputs or number else ''}{token}" for number, token in enumerate(piece.token_ids)
+            ]
+            print(piece.text if piece.text is not None else "".join(ids), end="", flush=True)
+        outputs.append(output)
+    print()
+    return merged(outputs)
 
 
 def _prompts(options: argparse.Namespace) -> list[Prompt]:

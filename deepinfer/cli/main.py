@@ -1,10 +1,10 @@
-"""`deepinfer`: use an artifact. `generate` runs it, `inspect` shows it, `trust` allows it to run."""
+"""`deepinfer`: use an artifact. `generate` and `chat` run it, `inspect` shows it, `trust` allows it."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepinfer.cli import bench, evaluate, generate, inspect
+from deepinfer.cli import bench, chat, evaluate, generate, inspect
 from deepinfer.cli.common import (
     Environment,
     StrictParser,
@@ -22,6 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_version_flag(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     generate.add_parser(commands)
+    chat.add_parser(commands)
     inspect.add_parser(commands)
     bench.add_parser(commands)
     evaluate.add_parser(commands)
@@ -38,6 +39,7 @@ def run(arguments: Sequence[str], environment: Environment) -> int:
     existing_folder(options.artifact, "OUT")
     commands = {
         "generate": generate.run,
+        "chat": chat.run,
         "inspect": inspect.run,
         "bench": bench.run,
         "eval": evaluate.run,
