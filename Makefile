@@ -4,12 +4,14 @@
 # make test-all  every test
 # make triton    the GPU kernels: interpreted on the CPU, and compiled for every target; installs Triton (190 MB)
 # make cross     whole graphs for a graphics card, built without one, in .venv-cross (installs 5 GB)
+# make gpu       check and measure the GPU kernels on a machine with a card (GPU="--dry-run": without one)
 # make mutants   put small mistakes into the sources, one by one; a test must notice each (MUTANTS="sampling F10")
 # make bench     measure: ratios with quartiles at 1 and 2 threads (BENCH="--only sample --json figures.json")
 #
 # Without an active virtual environment, one is made in .venv and the package is installed into it as a wheel.
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell command -v $(name))))
+GPU_PYTHON ?= python3
 WORKERS ?= 2
 CROSS ?= $(CURDIR)/.venv-cross
 SOURCES := $(shell find deepinfer graphs passes kernels artifacts runtime -name '*.py' -o -name '*.cpp' -o -name '*.h')
@@ -27,7 +29,7 @@ BIN := $(CURDIR)/.venv/bin
 READY := .venv/.package
 endif
 
-.PHONY: demo test test-all triton cross check mutants bench clean
+.PHONY: demo test test-all triton cross gpu check mutants bench clean
 
 demo: $(READY)
 	$(BIN)/deepinfer-compile examples/tiny/checkpoint -o demo-artifact --force
@@ -49,6 +51,10 @@ triton: $(READY)
 # Torch with CUDA in an environment of its own; neither a card nor a driver is needed.
 cross: $(CROSS)/.package
 	$(CROSS)/bin/pytest -q tests/cross tests/passes/test_cuda_compile_only.py
+
+# With the machine's own Python, torch and Triton, from the tree: nothing is installed.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(GPU)
 
 # mypy does not follow an editable install, so it reads a fresh copy of what the wheel holds.
 check: $(READY)

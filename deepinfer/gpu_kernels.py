@@ -141,14 +141,20 @@ def compile_kernels(
 
 def model_calls(config: ModelConfig, options: CompileConfig) -> list[CallSignature]:
     """Every form of an operation in the largest step of each phase, and in sampling; each once."""
+    calls = phase_calls(config, options, ("prefill", "decode", "logits"))
+    return list(dict.fromkeys([*calls, *sampling_calls(config.vocab_size, max(options.decode_rows))]))
+
+
+def phase_calls(config: ModelConfig, options: CompileConfig, phases: tuple[str, ...]) -> list[CallSignature]:
+    """Every call of an operation in the largest step of each of the `phases`, in order."""
     options, layout = resolve_sizes(options, config)
     assert options.max_model_len is not None
     weights = store_specs(config, options.max_model_len)
     largest = {spec.phase: spec for spec in reversed(graph_specs(config, options))}
     calls: list[CallSignature] = []
-    for spec in largest.values():
-        calls += recorded_step(spec, config, PRECISIONS[options.precision], layout, weights)
-    return list(dict.fromkeys([*calls, *sampling_calls(config.vocab_size, max(options.decode_rows))]))
+    for phase in phases:
+        calls += recorded_step(largest[phase], config, PRECISIONS[options.precision], layout, weights)
+    return calls
 
 
 def sampling_calls(vocab: int, rows: int) -> Iterator[CallSignature]:

@@ -5,10 +5,10 @@ must not depend on its company. The file is part of the sources, so a build neve
 """
 
 import functools
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import torch
 
 from deepinfer.kernels.signature import CallSignature, TensorLayout
@@ -16,14 +16,15 @@ from deepinfer.kernels.signature import CallSignature, TensorLayout
 CHOICE_FILE = Path(__file__).parent / "choice.json"
 
 
-class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class GateRule:
     """Calls of the router that its CUDA C++ serves; widths of its registers and of its loads."""
 
-    op: Literal["moe_gate"]
-    language: Literal["cuda"]
-    targets: tuple[Literal["sm_90", "sm_100"], ...]
-    x: Literal["bfloat16"]
-    weight: Literal["bfloat16"]
+    op: str
+    language: str
+    targets: list[str]
+    x: str
+    weight: str
     experts_at_most: int
     top_k_at_most: int
     inputs_multiple_of: int
@@ -45,17 +46,20 @@ class GateRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True)
+class Choice:
     """The whole file; the first rule that serves a call decides."""
 
-    default: Literal["triton"]
+    default: str
     rules: tuple[GateRule, ...]
 
 
 @functools.cache
 def checked_in_choice() -> Choice:
-    """The rules of this version."""
-    return msgspec.json.decode(CHOICE_FILE.read_bytes(), type=Choice)
+    """The rules of this version; a field too many or too few is a TypeError."""
+    content = json.loads(CHOICE_FILE.read_text())
+    content["rules"] = tuple(GateRule(**rule) for rule in content["rules"])
+    return Choice(**content)
 
 
 def language_of(call: CallSignature, target: str) -> str:
