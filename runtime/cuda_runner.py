@@ -158,6 +158,8 @@ class CudaModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         """Queues a batch; returns its float32 logits [len(batch.sampled_requests), vocab] on the device."""
+        if batch.copies or batch.loads:
+            raise AssertionError("this runner copies and loads no caches: no forks, no further choices")
         step = self._step(batch.phase, batch.bucket)
         buffers = self._host.fill_step(batch)
         self._device.copy(step.static, buffers.flat)

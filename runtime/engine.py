@@ -4,6 +4,7 @@ Owns the order of these and the clock. Knows nothing of text, files or graphs. O
 `abort` may be called from another.
 """
 
+import dataclasses
 import secrets
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from deepinfer.runtime.finish import ERROR
 from deepinfer.runtime.model_runner import StepRunner
 from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.prompt_logprobs import forced_logprobs, prompt_logprobs
-from deepinfer.runtime.request import Batch, Request
+from deepinfer.runtime.request import Batch, CacheState, Request
 from deepinfer.runtime.request_ids import RequestIds, choice_id
 from deepinfer.runtime.request_text import make_text, num_visible
 from deepinfer.runtime.sampler import CompiledSampler
@@ -117,6 +118,13 @@ class Engine:
         """Queues a request that a PROMPT engine of the same artifact has handed on. Raises RequestError."""
         if prefilled.finish_reason != PREFILLED or prefilled.cache_state is None:
             raise RequestError("this request was not handed on by a PROMPT engine", where="prefilled")
+        if prefilled.cache_state.identity != self.runner.identity:
+            raise RequestError(
+                f"its cache contents are of {prefilled.cache_state.identity!r}, not of "
+                f"{self.runner.identity!r}",
+                where="prefilled",
+                action="hand requests only to engines of the same artifact",
+            )
         self._apply_aborts()
         request = self.scheduler.add_prefilled(prefilled, self._ids.choose(request_id))
         now = self._clock()
@@ -166,7 +174,7 @@ class Engine:
             self.scheduler.expire(self._clock())
             updated = self._commit(batch, token_ids, errors, logprobs)
             if self.scheduler.prefilled:
-                self.scheduler.hand_on(self.runner.read_state)
+                self.scheduler.hand_on(self._state_of)
             self.counts[f"{batch.phase}_steps"] += 1
             self.counts[f"{batch.phase}_rows"] += batch.num_rows
         ended = self.scheduler.take_ended()
@@ -202,6 +210,9 @@ class Engine:
         if self._token_bytes is not None:
             request.text = make_text(request, self._token_bytes)
         request.num_visible = num_visible(request)  # of what a fork begins with
+
+    def _state_of(self, request: Request) -> CacheState:
+        return dataclasses.replace(self.runner.read_state(request), identity=self.runner.identity)
 
     def _abort(self, request: Request) -> None:
         for own in (request, *request.choices):

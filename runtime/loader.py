@@ -149,7 +149,9 @@ def load_artifact(directory: Path | str, trust_store: TrustStore | None = None) 
         with report.part("caches") as sizes:
             arenas = CacheArenas.allocate(manifest.cache, device)
             sizes.append(arenas.total_bytes)
-            runner = CpuModelRunner(limits, graphs, arenas.regions, arenas=arenas)
+            runner = CpuModelRunner(
+                limits, graphs, arenas.regions, arenas=arenas, identity=artifact.artifact_id
+            )
             _check_inputs(artifact, graphs, runner)  # layouts are the same on every device
         with report.part("tokenizer") as sizes:
             tokenizer = None

@@ -36,6 +36,7 @@ class StepRunner(Protocol):
     """What the engine needs: the sizes, and logits for a batch."""
 
     limits: Limits
+    identity: str  # of all that can change what the caches hold
 
     def run(self, batch: Batch) -> Tensor:
         """float32 logits [len(batch.sampled_requests), vocab], valid until the next call.
@@ -125,13 +126,14 @@ class CpuModelRunner:
         regions: Mapping[str, Tensor],
         memory: Callable[[int], Tensor] | None = None,
         arenas: CacheArenas | None = None,
+        identity: str = "",
     ) -> None:
         """graphs: by name, `decode-4`; regions: cache views in layout order, mutated by every step.
 
         arenas: where the regions lie; without them no request can be forked or handed on. The inputs of
-        every graph lie in `memory(size)`, int64 on the host; by default anywhere.
+        every graph lie in `memory(size)`, int64 on the host; by default anywhere. identity: of the artifact.
         """
-        self.limits = limits
+        self.limits, self.identity = limits, identity
         self._graphs = graphs
         self._regions = list(regions.values())
         self._arenas = arenas

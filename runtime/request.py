@@ -25,6 +25,7 @@ class CacheState:
 
     blocks: bytes
     slot: bytes
+    identity: str = ""  # of what computed them
 
 
 class RequestStatus(enum.Enum):

@@ -41,6 +41,7 @@ class TableRunner:
         self.limits = limits
         self.seed, self.order, self.poison_token_id = seed, order, poison_token_id
         self.table = _make_table(seed, limits.vocab_size)
+        self.identity = "table " + " ".join(map(str, self.manifest().values()))
         with np.errstate(over="ignore"):
             powers = np.full(limits.max_model_len + WINDOW, _BASE)
             powers[0] = 1

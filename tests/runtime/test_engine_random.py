@@ -239,7 +239,9 @@ def test_cache_contents_of_another_layout_are_refused() -> None:
     first = Engine(TableRunner(fake_limits()), SchedulerConfig(engine_type=EngineType.PROMPT))
     request = first.add_request(prompt_of(9), SamplingParams(max_tokens=9, ignore_eos=True))
     run_all(first)
-    second = Engine(fake_runner(), SchedulerConfig(engine_type=EngineType.COMPLETION))
+    runner = fake_runner()
+    runner.identity = request.cache_state.identity  # even if it claims to be the same
+    second = Engine(runner, SchedulerConfig(engine_type=EngineType.COMPLETION))
     second.add_prefilled(request)
     with pytest.raises(ResourceError, match="other sizes"):
         second.step()

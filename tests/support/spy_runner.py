@@ -50,7 +50,7 @@ class Spy:
     def __init__(self, hook: Callable[[str], None] = lambda stage: None, **options: Any) -> None:
         self.inner, self.hook = TableRunner(limits(), **options), hook
         self.limits = self.inner.limits
-        self.read_state = self.inner.read_state
+        self.read_state, self.identity = self.inner.read_state, self.inner.identity
         self.log: list[tuple] = []
         self._sampler = CompiledSampler()
 
