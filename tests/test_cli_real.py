@@ -51,6 +51,22 @@ def command(*arguments: str | Path, **options: Any) -> "subprocess.CompletedProc
     )
 
 
+def test_several_answers_and_the_prompt_are_scored_in_json(
+    float32_artifact: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = make_prompt(5)
+    flags = ["--prompt-token-ids", ",".join(map(str, prompt)), "--max-tokens", "3", "--temperature", "1"]
+    generate(float32_artifact, *flags, "--seed", "4", "--n", "3", "--prompt-logprobs", "1", "--json")
+    lines = json_lines(capsys.readouterr().out)
+    params = SamplingParams(max_tokens=3, seed=4, n=3, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], params)
+    assert [line["choice"] for line in lines] == [0, 1, 2]
+    assert [line["token_ids"] for line in lines] == [list(answer.token_ids) for answer in output.outputs]
+    assert lines[0]["prompt_logprobs"][0] is None and len(lines[0]["prompt_logprobs"]) == 5
+    generate(float32_artifact, *flags, "--seed", "4", "--n", "2")
+    assert [line[:4] for line in capsys.readouterr().out.splitlines()] == ["[0] ", "[1] "]
+
+
 def test_token_ids_in_json_out(float32_artifact: Path, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = make_prompt(5)
     flags = ["--prompt-token-ids", ",".join(map(str, prompt)), "--max-tokens", "7", "--json"]

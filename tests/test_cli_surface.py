@@ -18,7 +18,8 @@ COMPILE = "MODEL -h --help -o --output --precision --decode-rows --prefill-token
 DIFF = "OUT -h --help --model --prompts-file --report --junit --json -q --quiet --version"
 GENERATE = "OUT -h --help --prompt --prompt-token-ids --prompts-file --max-tokens --temperature --seed \
 --top-k --top-p --min-p --min-tokens --logprobs --presence-penalty --frequency-penalty --repetition-penalty \
---stop --stream --num-threads --config --json -q --quiet --version"
+--stop --stream --num-threads --config --json -q --quiet --version \
+--n --prompt-logprobs"
 CHAT = "OUT -h --help --system --reasoning-effort --max-tokens --temperature --seed --top-k --top-p --min-p \
 --presence-penalty --frequency-penalty --repetition-penalty --stop --num-threads --config -q --quiet \
 --version"

@@ -15,7 +15,7 @@ from deepinfer.errors import NumericalError, UsageError
 from deepinfer.settings import UNSET, load_settings
 
 if TYPE_CHECKING:
-    from deepinfer.runtime.outputs import RequestOutput
+    from deepinfer.runtime.outputs import CompletionOutput, Logprobs, RequestOutput
 
 
 def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
@@ -32,7 +32,14 @@ def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
     prompts.add_argument("--prompts-file", metavar="F", type=Path, help="JSON lines, one prompt each")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=16, help="most tokens to add (16)")
     parser.add_argument("--min-tokens", metavar="N", type=int, default=0, help="no end before N tokens (0)")
+    parser.add_argument("--n", metavar="N", type=int, default=1, help="answers to each prompt (1)")
     add_sampling_flags(parser)
+    parser.add_argument(
+        "--prompt-logprobs",
+        metavar="N",
+        type=int,
+        help="with --json: the same of each token of the prompt but the first",
+    )
     parser.add_argument(
         "--logprobs",
         metavar="N",
@@ -60,7 +67,12 @@ def run(options: argparse.Namespace) -> int:
         from deepinfer.runtime.llm import LLM
 
         params = sampling_params(
-            options, max_tokens=options.max_tokens, min_tokens=options.min_tokens, logprobs=options.logprobs
+            options,
+            n=options.n,
+            max_tokens=options.max_tokens,
+            min_tokens=options.min_tokens,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
         )
         llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
     if streams:
@@ -68,11 +80,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         outputs = llm.generate(prompts, params, use_tqdm=not options.quiet)
         for index, output in enumerate(outputs):
-            print(to_json(_as_dict(index, output)) if options.json else _as_text(index, output, len(outputs)))
+            for answer in output.outputs:
+                described = to_json(_as_dict(index, output, answer)) if options.json else None
+                print(described or _as_text(index, answer, len(outputs), len(output.outputs)))
     if not options.quiet:
-        added = sum(len(output.outputs[0].token_ids) for output in outputs)
+        added = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
         print(f"{added} tokens for {len(outputs)} request{'s' * (len(outputs) > 1)}", file=sys.stderr)
-    failed = [index for index, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
+    failed = [
+        index
+        for index, output in enumerate(outputs)
+        if any(answer.finish_reason == "error" for answer in output.outputs)
+    ]
     if failed:
         raise NumericalError(
             f"the logits of {len(failed)} of {len(outputs)} requests are not numbers",
@@ -97,9 +115,10 @@ def collector_paused() -> Iterator[None]:
 
 def _streams(options: argparse.Namespace, num_prompts: int) -> bool:
     """Whether text is printed as it comes. Raises UsageError where that cannot be."""
-    if options.stream and (options.json or num_prompts > 1):
+    single = num_prompts == 1 and options.n == 1 and not options.json
+    if options.stream and not single:
         raise UsageError("is for the text of a single prompt", where="--stream")
-    return options.stream or (sys.stdout.isatty() and num_prompts == 1 and not options.json)
+    return options.stream or (sys.stdout.isatty() and single)
 
 
 def print_stream(stream: "Iterable[RequestOutput]") -> "RequestOutput":
@@ -126,10 +145,10 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
     return [check_prompt(options.prompt_token_ids, "--prompt-token-ids")]
 
 
-def _as_dict(index: int, output: "RequestOutput") -> dict[str, object]:
-    completion = output.outputs[0]
+def _as_dict(index: int, output: "RequestOutput", completion: "CompletionOutput") -> dict[str, object]:
     described: dict[str, object] = {
         "index": index,
+        **({"choice": completion.index} if len(output.outputs) > 1 else {}),
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(completion.token_ids),
         "text": completion.text,
@@ -138,16 +157,21 @@ def _as_dict(index: int, output: "RequestOutput") -> dict[str, object]:
     }
     if completion.logprobs is not None:
         described["logprobs_mode"] = completion.logprobs_mode
-        described["logprobs"] = [
-            [{"token_id": token, "logprob": of.logprob, "rank": of.rank} for token, of in entry.items()]
-            for entry in completion.logprobs
+        described["logprobs"] = [_entries(entry) for entry in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        described["prompt_logprobs"] = [
+            None if entry is None else _entries(entry) for entry in output.prompt_logprobs
         ]
     return described
 
 
-def _as_text(index: int, output: "RequestOutput", total: int) -> str:
-    completion = output.outputs[0]
+def _entries(logprobs: "Logprobs") -> list[dict[str, object]]:
+    return [{"token_id": token, "logprob": of.logprob, "rank": of.rank} for token, of in logprobs.items()]
+
+
+def _as_text(index: int, completion: "CompletionOutput", prompts: int, choices: int) -> str:
     text = completion.text
     if text is None:
         text = ",".join(str(token) for token in completion.token_ids)
-    return text if total == 1 else f"[{index}] {text}"
+    names = [str(index)] * (prompts > 1) + [str(completion.index)] * (choices > 1)
+    return f"[{'.'.join(names)}] {text}" if names else text
