@@ -117,7 +117,7 @@ class RequestTrace:
             self._add(batch, before, cached, self._clock() - began)
             return updated
 
-        scheduler.schedule, scheduler.commit = schedule, recorded  # type: ignore[method-assign]
+        scheduler.schedule, scheduler.commit = schedule, recorded  # type: ignore[method-assign,assignment]
         try:
             yield self
         finally:

@@ -125,7 +125,7 @@ def print_stream(stream: "Iterable[RequestOutput]") -> "RequestOutput":
     """Prints one prompt's output as it comes, and a line's end; returns all of it."""
     from deepinfer.runtime.output_collector import merged
 
-    outputs = []
+    outputs: list[RequestOutput] = []
     for output in stream:
         for piece in output.outputs:
             ids = [
