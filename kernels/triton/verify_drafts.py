@@ -105,9 +105,9 @@ def _settle_kernel(
     """Count what a request emits, and forget the rows that were not reached."""
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    reached = 1
-    count: Any = 0  # becomes a tensor in the first round
-    code: Any = 0
+    reached = tl.full((), 1, tl.int32)
+    count = tl.zeros((), tl.int32)
+    code = tl.zeros((), tl.int32)
     for row in range(tl.load(row_offsets + request), tl.load(row_offsets + request + 1)):
         found = tl.load(row_status + row).to(tl.int32)
         emitted = (reached > 0) & (found == 0)

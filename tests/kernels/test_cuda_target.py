@@ -5,7 +5,7 @@ import torch
 from routes import INTERPRETED
 
 from deepinfer.errors import LoweringError, UsageError
-from deepinfer.kernels import OPS, linear, rms_norm
+from deepinfer.kernels import OPS, linear, rms_norm, verify_drafts
 from deepinfer.kernels.signature import CallSignature
 
 pytest.importorskip("triton")
@@ -87,6 +87,14 @@ def test_a_small_kernel_becomes_machine_code(target):
     assert f"| rms_norm_kernel | {target} | 128 |" in resource_table([code])
     # one program holds the whole row, so the sum has one order
     assert "tt.reduce" in code.ttgir and "scf.for" not in code.ttgir
+
+
+@compiles
+def test_a_loop_that_ends_at_a_loaded_value_becomes_machine_code():
+    """What the interpreter takes, such as an annotated local, the compiler may refuse."""
+    *_, launch = op_launches(CallSignature.of(verify_drafts, verify_drafts.make_inputs(4, torch.float32, 0)))
+    code = compile_launch(launch, "sm_90")
+    assert code.kernel == "settle_kernel" and code.resources.spill_bytes == 0
 
 
 @compiles
