@@ -67,12 +67,20 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
+def _e2m1_pairs() -> torch.Tensor:
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = magnitudes + [-value for value in magnitudes]
+    pairs = torch.tensor([[low, high] for high in values for low in values])
+    return pairs.view(torch.int64).squeeze(1)  # as one element, a pair is copied at once
+
+
+_E2M1_PAIRS = _e2m1_pairs()  # the two values of every byte
+
+
 def e2m1_to_float(packed: torch.Tensor) -> torch.Tensor:
     """Packed bytes [..., D/2] -> float32 [..., D], exact."""
-    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    table = torch.tensor(magnitudes + [-value for value in magnitudes], device=packed.device)
-    nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    return table[nibbles.to(torch.int32)]
+    pairs = _E2M1_PAIRS.to(packed.device).index_select(0, packed.flatten().to(torch.int32))
+    return pairs.view(packed.shape).view(torch.float32)
 
 
 def group_amax(groups: torch.Tensor, floor: float) -> torch.Tensor:

@@ -61,6 +61,25 @@ def test_nibbles_of_the_specification():
     assert e2m1_to_float(torch.tensor([0x21, 0xF7], dtype=torch.uint8)).tolist() == [0.5, 1.0, 6.0, -6.0]
 
 
+def test_every_byte_is_the_two_codes_of_its_nibbles_low_first():
+    codes = torch.arange(256, dtype=torch.uint8)
+    single = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    single = torch.cat((single, -single))
+    want = torch.stack((single[(codes & 0xF).long()], single[(codes >> 4).long()]), dim=-1)
+    for shape in ((256,), (4, 64), (2, 16, 8)):
+        got = e2m1_to_float(codes.view(shape))
+        assert torch.equal(got.view(torch.int32), want.view(*shape[:-1], -1).view(torch.int32))
+    columns = e2m1_to_float(codes.view(16, 16).T)
+    assert torch.equal(columns, e2m1_to_float(codes.view(16, 16).T.contiguous()))
+    assert e2m1_to_float(codes.view(16, 16)[:0]).shape == (0, 32)
+
+
+def test_e4m3_codes_are_what_torch_takes_them_for():
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    want = codes.view(torch.float8_e4m3fn).to(torch.float32)
+    assert torch.equal(e4m3_to_float(codes).view(torch.int32), want.view(torch.int32))
+
+
 def test_e8m0_is_a_power_of_two_and_255_is_nan():
     values = e8m0_to_float(torch.arange(256, dtype=torch.uint8))
     assert values[:255].double().log2().tolist() == list(range(-127, 128))
