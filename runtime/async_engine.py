@@ -229,7 +229,7 @@ class AsyncEngine:
                     request = self.engine.add_request(
                         token_ids, own, request_id=name, timeout=timeout_seconds
                     )
-                except DeepInferError as error:
+                except Exception as error:  # whatever it is, it is this request's
                     self._settle(admitted, error)
                     return
                 stream.request = request
@@ -269,12 +269,10 @@ class AsyncEngine:
 
     def _step(self) -> None:
         try:
-            updated = self.engine.step()
-        except Exception as error:
+            self._deliver(self.engine.step())
+        except Exception as error:  # the thread goes on, or readers would wait for ever
             logger.exception("a step failed")
             self._fail(error)
-        else:
-            self._deliver(updated)
 
     def _deliver(self, updated: list[Request]) -> None:
         woken = []

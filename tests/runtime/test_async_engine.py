@@ -195,6 +195,28 @@ def test_a_step_that_fails_ends_those_it_concerns_and_nobody_later() -> None:
     serve(test, engine)
 
 
+def test_a_result_that_cannot_be_made_ends_its_readers_and_nobody_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's thread goes on: nobody waits for ever."""
+    take, broken = OutputCollector.take, [True]
+
+    def failing(collector: OutputCollector) -> RequestOutput | None:
+        if broken[0]:
+            broken[0] = False
+            raise ValueError("no result")
+        return take(collector)
+
+    monkeypatch.setattr(OutputCollector, "take", failing)
+
+    async def test(served: AsyncEngine) -> None:
+        with pytest.raises(EngineError, match="no result"):
+            await read(served, saying(b"x", b"y"))
+        assert answers(merged(await read(served, saying(b"x")))) == answers(alone(saying(b"x")))
+
+    serve(test)
+
+
 @pytest.mark.parametrize("drain", [False, True])
 def test_shutdown_ends_or_awaits_what_is_unfinished(drain: bool) -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, seed=3)
