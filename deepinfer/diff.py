@@ -36,11 +36,14 @@ from deepinfer.graphs.config import ModelConfig, load_config
 from deepinfer.graphs.eager import EagerModel, check_token_ids
 from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.rows import StepInputs
-from deepinfer.graphs.store import build_store
+from deepinfer.graphs.store import build_store, dequantized_store
 from deepinfer.progress import Progress
 from deepinfer.runtime.caches import CacheArenas
 from deepinfer.runtime.card import HostGraph
 from deepinfer.runtime.loader import LoadedArtifact, load_artifact
+
+# memory for matrices that would otherwise be dequantised at every step, most of the time of a comparison
+DEQUANTIZED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,8 @@ def eager_model(manifest: Manifest, model_dir: Path) -> EagerModel:
         num_blocks=manifest.cache.num_blocks,
     )
     store = build_store(checkpoint, config, manifest.limits.max_model_len)
-    return EagerModel(config, PRECISIONS[manifest.precision], store, layout)
+    weights = dequantized_store(store, DEQUANTIZED_BYTES)
+    return EagerModel(config, PRECISIONS[manifest.precision], weights, layout)
 
 
 def default_prompts(config: ModelConfig, manifest: Manifest) -> list[list[int]]:

@@ -4,7 +4,7 @@ Packed, it holds matrices in the layouts that the native products read fastest: 
 The eager model uses the plain store, artifacts hold the packed one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from deepinfer.graphs.checkpoint import Checkpoint
 from deepinfer.graphs.config import ModelConfig
 from deepinfer.graphs.rope import COMPRESSED_TABLE, WINDOW_TABLE, rope_tables
 from deepinfer.graphs.weights import weight_loaders, weight_specs
+from deepinfer.kernels.linear_fp4 import dequantize_experts
+from deepinfer.kernels.linear_fp8 import dequantize_tiles
 from deepinfer.kernels.packing import pack_groups, pack_linear, pack_linear_fp4, pack_linear_fp8
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -62,6 +64,25 @@ def build_store(
     """Return the whole store; what the checkpoint holds in final form are read-only views of its files."""
     loaders = store_loaders(checkpoint, config, max_model_len, packed=packed)
     return {name: load() for name, load in loaders.items()}
+
+
+def dequantized_store(store: Mapping[str, Tensor], max_bytes: int) -> dict[str, Tensor]:
+    """Return the plain `store` with quantised matrices as float32, without their scales, up to `max_bytes`.
+
+    They are what a reference makes of the quantised ones at every call, so results keep every bit. Matrices
+    that every row passes come first, then experts; those that no longer fit stay as they are.
+    """
+    result, left = dict(store), max_bytes
+    matrices = [(pack is pack_linear_fp4, parts) for pack, parts in _packings(store).values()]
+    quantized = [(experts, *parts) for experts, parts in matrices if len(parts) == 2]
+    for experts, weight, scale in sorted(quantized, key=lambda matrix: matrix[0]):
+        values_per_byte = 2 if experts else 1
+        size = store[weight].numel() * values_per_byte * torch.float32.itemsize
+        if size <= left:
+            dequantize = dequantize_experts if experts else dequantize_tiles
+            result[weight] = dequantize(store[weight], result.pop(scale))
+            left -= size
+    return result
 
 
 def _packings(names: Iterable[str]) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:

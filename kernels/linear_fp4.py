@@ -39,6 +39,25 @@ def _check(
         )
 
 
+def dequantize_experts(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Plain or packed weight with its scales, if it has any -> float32 [E, N, K], exact."""
+    if weight.is_floating_point():
+        return unpack_groups(weight).to(torch.float32)
+    weight, scale = unpack_linear_fp4(weight, scale)
+    experts, outputs, half = weight.shape
+    matrices = torch.empty(experts, outputs, 2 * half)
+    for expert in range(experts):  # one by one, since decoding takes several times the memory of its result
+        matrices[expert] = _matrix(weight, scale, expert)
+    return matrices
+
+
+def _matrix(weight: torch.Tensor, scale: torch.Tensor, expert: int) -> torch.Tensor:
+    """The matrix [N, K] of one expert, float32 unless it is unquantised."""
+    if weight.is_floating_point():
+        return weight[expert]
+    return dequantize_fp4_groups(weight[expert], scale[expert], "e8m0")
+
+
 def linear_fp4_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -49,8 +68,10 @@ def linear_fp4_reference(
 ) -> torch.Tensor:
     """The definition; see the module text. Dequantises one expert at a time, so memory is bounded."""
     _check(x, weight, scale, expert_ids, activation_group)
-    quantized = not weight.is_floating_point()
-    weight, scale = unpack_linear_fp4(weight, scale) if quantized else (unpack_groups(weight), scale)
+    if weight.is_floating_point():
+        weight = unpack_groups(weight)
+    else:
+        weight, scale = unpack_linear_fp4(weight, scale)
     rows, picks = expert_ids.shape
     used = [expert for expert in expert_ids.unique().tolist() if expert != -1]
     if used and not 0 <= min(used) <= max(used) < weight.shape[0]:
@@ -63,10 +84,7 @@ def linear_fp4_reference(
     y = x32.new_zeros(rows, picks, weight.shape[1])
     for expert in used:
         row, pick = (expert_ids == expert).nonzero(as_tuple=True)
-        matrix = weight[expert]
-        if quantized:
-            matrix = dequantize_fp4_groups(matrix, scale[expert], "e8m0")
-        y[row, pick] = matmul_rows(pairs[row, pick], matrix)
+        y[row, pick] = matmul_rows(pairs[row, pick], _matrix(weight, scale, expert))
     return y.to(x.dtype)
 
 

@@ -10,7 +10,8 @@ from diff_graphs import GoldenGraphs, golden_graphs
 from wrong_graphs import NATIVE_MISTAKES, Mistake
 
 from deepinfer.artifacts import Manifest
-from deepinfer.diff import compare
+from deepinfer.diff import compare, eager_model
+from deepinfer.graphs.eager import EagerModel
 from deepinfer.progress import Progress
 
 PROMPTS = [random.Random(5).choices(range(500), k=length) for length in (2, 37)]
@@ -62,3 +63,16 @@ def test_the_coarse_check_alone_says_so_and_passes_a_mild_mistake(golden: Golden
     report = compared(golden, mistake, without_taps(golden.manifest))
     assert report["passed"] and report["sublayers"] == []
     assert "coarse" in report["explanation"] and "taps" in report["explanation"]
+
+
+def test_dequantising_once_or_at_every_step_gives_the_same_report(
+    golden: GoldenGraphs, golden_dir: Path
+) -> None:
+    once = eager_model(golden.manifest, golden_dir)
+    assert once.weights.keys() < golden.store.keys(), "scales went with the matrices that were dequantised"
+    every_step = EagerModel(once.config, once.precision, golden.store, once.layout)
+    reports = [
+        compare(golden.manifest, golden.graphs(), golden.regions(), eager, [[5, 6, 7]], Progress())
+        for eager in (once, every_step)
+    ]
+    assert reports[0] == reports[1] and len(reports[0]["sublayers"]) == 72

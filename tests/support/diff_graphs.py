@@ -35,7 +35,7 @@ from deepinfer.graphs.context import Tap, unchanged
 from deepinfer.graphs.eager import EagerModel, allocate_caches
 from deepinfer.graphs.records import PRECISIONS
 from deepinfer.graphs.rows import StepInputs
-from deepinfer.graphs.store import store_specs
+from deepinfer.graphs.store import build_store, store_specs
 from deepinfer.kernels.native import host_isa, load_host_library
 from deepinfer.passes import PASSES_EXACT, PassManager
 from deepinfer.tolerances import TOLERANCES
@@ -78,7 +78,9 @@ class GoldenGraphs:
             GraphSpec("logits", 4, 0),
             GraphSpec("prefill", 16, 3, taps),
         ]
-        self.manifest = manifest_of(config, Checkpoint(model_dir, config), precision, layout, specs)
+        checkpoint = Checkpoint(model_dir, config)
+        self.manifest = manifest_of(config, checkpoint, precision, layout, specs)
+        self.store = build_store(checkpoint, config, MAX_MODEL_LEN)
         self.eager = RecordedEager.of(eager_model(self.manifest, model_dir))
         self.programs = {}
         for spec in specs:
@@ -99,7 +101,7 @@ class GoldenGraphs:
             module = copied(program)
             if change is not None and not name.startswith("logits"):
                 change(module)
-            graphs[name] = PythonGraph(program, module, self.eager.weights)
+            graphs[name] = PythonGraph(program, module, self.store)
         return graphs
 
 
