@@ -327,6 +327,7 @@ class StubLLM:
                 {2: SimpleNamespace(logprob=-0.25, rank=1)},
             )
         completion = SimpleNamespace(
+            index=0,
             token_ids=(1, 2),
             text=text,
             finish_reason=self.finish_reason,
@@ -336,7 +337,13 @@ class StubLLM:
         StubLLM.params = params
         timing = {"total": 0.5}
         return [
-            SimpleNamespace(prompt_token_ids=tuple(p), outputs=(completion,), timing_seconds=timing)
+            SimpleNamespace(
+                prompt_token_ids=tuple(p),
+                outputs=(completion,),
+                timing_seconds=timing,
+                prompt_logprobs=None,
+                seed=0,
+            )
             for p in ids
         ]
 

@@ -117,7 +117,7 @@ def _streams(options: argparse.Namespace, num_prompts: int) -> bool:
     """Whether text is printed as it comes. Raises UsageError where that cannot be."""
     single = num_prompts == 1 and options.n == 1 and not options.json
     if options.stream and not single:
-        raise UsageError("is for the text of a single prompt", where="--stream")
+        raise UsageError("is for the text of a single answer", where="--stream")
     return options.stream or (sys.stdout.isatty() and single)
 
 
