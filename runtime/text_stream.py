@@ -62,6 +62,7 @@ class TextStream:
         self._num_settled = 0  # characters of it
         self._known = ""  # what is certain behind that: the last token's, and what is held back
         self._ends = [0]  # characters that are certain after each number of tokens
+        self._num_whole = 0  # tokens before the first with a part of an unfinished character
         self._text_end: int | None = None  # where the text ends, once that is known
         self._ended = False
         self._chunks_taken = self._tokens_taken = 0
@@ -98,6 +99,10 @@ class TextStream:
             left_out = 0 if self._include_stop else len(match.stop)
             self._text_end = self._num_settled + len(self._known) - left_out
         self._known += utf8.decode(data)
+        if not utf8.pending:
+            self._num_whole = self.num_tokens + 1
+        elif len(utf8.pending) <= len(data):  # it begins in this token
+            self._num_whole = self.num_tokens
         self._ends.append(self._num_settled + len(self._known))
         return None if match is None else match.stop
 
@@ -107,7 +112,8 @@ class TextStream:
         text = "".join(self._settled[self._chunks_taken :])
         self._chunks_taken = len(self._settled)
         before = self._tokens_taken
-        while self._tokens_taken < self.num_tokens and (
+        last = self.num_tokens if self._ended else self._num_whole
+        while self._tokens_taken < last and (
             self._ended or self._ends[self._tokens_taken + 1] <= self._num_settled
         ):
             self._tokens_taken += 1
