@@ -86,7 +86,8 @@ class Engine:
         request_id: its name, unique among unfinished ones; made up by default. timeout: seconds after which
         it ends, whatever it has. Raises RequestError, leaving no trace.
         """
-        if timeout is not None and not 0 < timeout < float("inf"):
+        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (is_number and 0 < timeout < float("inf")):
             raise RequestError(f"{timeout!r} is no number of seconds above 0", where="timeout")
         self.validate(prompt_token_ids, params)
         seed = secrets.randbits(64) if params.seed is None else params.seed

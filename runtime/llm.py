@@ -32,6 +32,8 @@ from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_pa
 
 logger = logging.getLogger("deepinfer")
 
+_Admitted = tuple[str | None, Sequence[int], SamplingParams]  # a prompt's text, its ids, its parameters
+
 
 @contextlib.contextmanager
 def _naming_prompt(index: int, count: int) -> Iterator[None]:
@@ -158,8 +160,8 @@ class LLM:
         Raises RequestError at once if a prompt or a parameter cannot be served.
         """
         with self._lock:
-            collectors, requests = self._add(prompts, sampling_params)
-        return self._stream(collectors, requests)
+            admitted = self._checked(prompts, sampling_params)
+        return self._stream(admitted)
 
     def chat(
         self,
@@ -203,6 +205,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[OutputCollector], list[Request]]:
         """Queues all prompts, or, if one cannot be served, none."""
+        return self._queue(self._checked(prompts, sampling_params))
+
+    def _checked(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[_Admitted]:
+        """Prompts that can be served, each as text, ids and parameters. Raises RequestError."""
         parsed = parse_prompts(prompts)
         params = parse_params(sampling_params, len(parsed))
         token_ids = []
@@ -211,17 +221,22 @@ class LLM:
                 params[index] = own = self._inputs.with_words_as_ids(own)
                 token_ids.append(self._inputs.encode(prompt))
                 self._engine.validate(token_ids[-1], own)
+        return [(prompt.text, ids, own) for prompt, ids, own in zip(parsed, token_ids, params, strict=True)]
+
+    def _queue(self, admitted: list[_Admitted]) -> tuple[list[OutputCollector], list[Request]]:
         requests: list[Request] = []
         with self._ending(requests, only_on_error=True):
-            for ids, own in zip(token_ids, params, strict=True):
+            for _, ids, own in admitted:
                 requests.append(self._engine.add_request(ids, own))
         collectors = [
-            OutputCollector(request, prompt.text, self._provenance)
-            for prompt, request in zip(parsed, requests, strict=True)
+            OutputCollector(request, text, self._provenance)
+            for (text, _, _), request in zip(admitted, requests, strict=True)
         ]
         return collectors, requests
 
-    def _stream(self, collectors: list[OutputCollector], requests: list[Request]) -> Iterator[RequestOutput]:
+    def _stream(self, admitted: list[_Admitted]) -> Iterator[RequestOutput]:
+        with self._lock:  # only now: an iterator that nobody asks holds nothing
+            collectors, requests = self._queue(admitted)
         left = dict(enumerate(collectors))
         with self._ending(requests):
             while left:

@@ -49,7 +49,8 @@ class SchedulerConfig:
             _at_least(name, getattr(self, name), low)
         if self.max_num_batched_tokens is not None:
             _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if isinstance(self.watermark, bool) or not 0.0 <= self.watermark <= 1.0:
+        is_number = isinstance(self.watermark, int | float) and not isinstance(self.watermark, bool)
+        if not (is_number and 0.0 <= self.watermark <= 1.0):
             raise UsageError(
                 f"{self.watermark!r} is out of range", where="watermark", action="allowed: 0 to 1"
             )

@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         llm = LLM(options.artifact, num_threads=serve.num_threads, max_num_seqs=serve.max_num_seqs)
     system = [{"role": "system", "content": options.system}] if options.system is not None else []
     messages = list(system)
+    code = 0  # of input that nobody watches: 2 if a line could not be answered
     for line in _lines(options.quiet):
         if line == "/exit":
             break
@@ -58,11 +59,10 @@ def run(options: argparse.Namespace) -> int:
         try:
             messages.append(_answer(llm, messages, options))
         except RequestError as error:
-            if not sys.stdin.isatty():
-                raise
             messages.pop()  # it can be said in another way
             print(error, file=sys.stderr)
-    return 0
+            code = error.exit_code if not sys.stdin.isatty() else 0
+    return code
 
 
 def _answer(llm: "LLM", messages: list[dict[str, str]], options: argparse.Namespace) -> dict[str, str]:

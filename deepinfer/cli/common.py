@@ -7,6 +7,7 @@ unless DEEPINFER_LOG=debug.
 import argparse
 import contextlib
 import difflib
+import io
 import json
 import logging
 import math
@@ -215,6 +216,8 @@ def run_command(command: Callable[[Sequence[str], Environment], int], arguments:
     as_json = "--json" in given
     debug = os.environ.get("DEEPINFER_LOG") == "debug"
     try:
+        if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
         environment = read_environment(os.environ)
         _start_logging(environment.log)
         with _sigterm_unwinds():

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -222,6 +223,8 @@ def test_shutdown_ends_or_awaits_what_is_unfinished(drain: bool) -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, seed=3)
 
     async def test(served: AsyncEngine) -> None:
+        step = served.engine.step
+        served.engine.step = lambda: time.sleep(0.005) or step()  # slow enough to be found unfinished
         reader = asyncio.ensure_future(read(served, params))
         while not served.engine.counts["tokens"]:
             await asyncio.sleep(0)

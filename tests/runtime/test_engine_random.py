@@ -345,7 +345,7 @@ def test_timeout_ends_a_request_with_what_it_has() -> None:
     assert_all_memory_is_free(engine)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "3", True])
 def test_impossible_timeout_is_refused(timeout: float) -> None:
     engine = Engine(TableRunner(fake_limits()))
     with pytest.raises(RequestError, match="timeout"):

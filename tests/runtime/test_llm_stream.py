@@ -56,6 +56,13 @@ def test_leaving_a_stream_ends_its_requests(llm: LLM) -> None:
     assert llm._engine.scheduler.blocks.num_used == 0
 
 
+def test_a_stream_that_nobody_reads_holds_nothing(llm: LLM) -> None:
+    unread = [llm.stream([[5, 6, 7]] * 3, SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(2)]
+    assert not llm._engine.has_work
+    del unread
+    assert not llm._engine.has_work
+
+
 def test_other_calls_go_on_while_a_stream_is_open(llm: LLM) -> None:
     stream = llm.stream(PROMPTS, sampled())
     seen = [next(stream)]

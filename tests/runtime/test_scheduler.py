@@ -391,6 +391,8 @@ def test_engine_types_refuse_what_is_not_theirs() -> None:
     [
         ({"watermark": 1.1}, "watermark"),
         ({"watermark": True}, "watermark"),
+        ({"watermark": "a"}, "watermark"),
+        ({"watermark": None}, "watermark"),
         ({"max_prefill_steps": 0}, "max_prefill_steps"),
         ({"min_decode_steps": -1}, "min_decode_steps"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
