@@ -4,13 +4,14 @@ Requests are random tokens of given lengths, greedy, with the end token ignored,
 work. Figures are plain data: medians, p90 and p99 of repeated runs after a warm-up.
 """
 
+import contextlib
 import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,11 @@ def startup(artifact: Path, num_threads: int, repeats: int = 5) -> dict[str, Any
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ResourceError(f"a fresh process failed: {reason}", where=str(artifact))
-        found = _json(done.stdout)
+        totals.append(time.perf_counter() - start)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         # the process ends after its first token: what is left of its life is start and end of the interpreter
         inside = sum(value for value in found.values() if isinstance(value, float))
-        found["interpreter"] = time.perf_counter() - start - inside
-        totals.append(time.perf_counter() - start)
+        found["interpreter"] = totals[-1] - inside
         parts.append(found)
     parts, totals = parts[1:], totals[1:]  # the first finds cold file caches
     names = [name for name in parts[0] if name != "parts"]
@@ -189,7 +190,7 @@ def trace(llm: LLM, workload: Workload) -> list[dict[str, Any]]:
 
 def sweep(workload: Workload, name: str, values: Iterable[int]) -> list[Workload]:
     """The same workload with one setting varied. Raises UsageError for a setting that there is not."""
-    known = [field for field in asdict(workload)]
+    known = asdict(workload)
     if name not in known:
         raise UsageError(f"{name!r} cannot be varied", where="--vary", action=f"one of {', '.join(known)}")
     return [replace(workload, **{name: value}) for value in values]
@@ -198,8 +199,7 @@ def sweep(workload: Workload, name: str, values: Iterable[int]) -> list[Workload
 def _engine(llm: LLM, workload: Workload) -> Engine:
     """A fresh engine over the loaded artifact. Raises UsageError for what it cannot serve."""
     limits = llm.limits
-    for name in ("concurrency", "input_len", "output_len", "chunk_size", "num_threads"):
-        value = getattr(workload, name)
+    for name, value in asdict(workload).items():
         if value is not None and value < 1:
             raise UsageError(f"{value} is below 1", where=name)
     if workload.input_len + workload.output_len > limits.max_model_len:
@@ -252,19 +252,14 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def _json(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
-    return found
-
-
-class _no_garbage_collection:
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
     """Keeps the collector from running while a clock does."""
-
-    def __enter__(self) -> None:
-        self._enabled = gc.isenabled()
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._enabled:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
             gc.enable()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from deepinfer.errors import RequestError
 from deepinfer.runtime.llm import LLM
 from deepinfer.runtime.sampling_params import SamplingParams
+from deepinfer.runtime.scoring import score_of
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ def evaluate_tokens(llm: LLM, token_ids: Sequence[int]) -> float:
     outputs = llm.generate([list(token_ids[start:end]) for start, end, _ in places], params, use_tqdm=True)
     terms = []
     for (start, end, scored), output in zip(places, outputs, strict=True):
-        assert output.prompt_logprobs is not None
+        logprobs = score_of(output, None).logprobs
         for place in range(scored + 1, end):
-            entry = output.prompt_logprobs[place - start]
-            if entry is None:
+            logprob = logprobs[place - start]
+            if logprob is None:
                 raise RequestError("the model gives no numbers for this text", where=f"token {place}")
-            terms.append(-entry[token_ids[place]].logprob)
+            terms.append(-logprob)
     return math.fsum(terms)
 
 

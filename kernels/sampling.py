@@ -213,6 +213,12 @@ def adjusted_logits(a: Arguments, row: int) -> Floats:
     return logits
 
 
+def rank_of(logits: Floats, token: int) -> int:
+    """Place of a token in its row, from 1: by falling logit, equal ones by lower id."""
+    own = logits[token]
+    return 1 + int(np.count_nonzero(logits > own)) + int(np.count_nonzero(logits[:token] == own))
+
+
 def temperature_factor(temperature: float) -> np.float32:
     """1 / T; a very high temperature must not make it 0, as -inf times 0 is no number."""
     return max(np.float32(1.0 / temperature), np.finfo(np.float32).tiny)

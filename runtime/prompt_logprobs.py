@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer.kernels import sample as sample_op
-from deepinfer.kernels.sampling import FORCED_TOP_K, OK, Arguments, adjusted_logits
+from deepinfer.kernels.sampling import FORCED_TOP_K, OK, Arguments, adjusted_logits, rank_of
 from deepinfer.runtime.outputs import Logprob, Logprobs
 from deepinfer.runtime.sampler_interface import LOWEST_LOGPROB
 from deepinfer.runtime.sampling_params import SamplingParams
@@ -125,9 +125,3 @@ def _of_row(
         if place != rank and other_value >= LOWEST_LOGPROB:
             entries[other] = Logprob(other_value, place)
     return entries
-
-
-def rank_of(logits: NDArray[np.float32], token_id: int) -> int:
-    """Place of a token by falling logit and rising id, from 1."""
-    own = logits[token_id]
-    return 1 + int((logits > own).sum()) + int((logits[:token_id] == own).sum())

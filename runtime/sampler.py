@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from deepinfer.kernels import sample as sample_op
-from deepinfer.kernels.sampling import FORCED_TOP_K, Arguments, adjusted_logits
+from deepinfer.kernels.sampling import FORCED_TOP_K, Arguments, adjusted_logits, rank_of
 from deepinfer.runtime.outputs import Logprob, Logprobs
 from deepinfer.runtime.sampler_interface import (
     LOWEST_LOGPROB,
@@ -299,8 +299,7 @@ def _rank(arguments: Arguments, row: int, token: int) -> int:
         logits: NDArray[np.float32] = arguments.logits.numpy()[row]
     else:
         logits = adjusted_logits(arguments, row)
-    own = logits[token]
-    return 1 + int(np.count_nonzero(logits > own)) + int(np.count_nonzero(logits[:token] == own))
+    return rank_of(logits, token)
 
 
 def _adjusts(arguments: Arguments, row: int) -> bool:

@@ -8,15 +8,16 @@ byte divide by the bytes of the text, as in kneser_ney.py.
 """
 
 import argparse
+import functools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from deepinfer.evaluation import windows as overlapping_windows
 from deepinfer.graphs.eager import EagerModel, single_request_inputs
 from deepinfer.kernels.native import load_host_library
 
@@ -24,16 +25,7 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 LENGTH = 1024
 
 
-def windows(num_tokens: int, length: int = LENGTH) -> Iterator[tuple[int, int, int]]:
-    """Yield start and end of every window, and the first position in it whose prediction is scored there."""
-    start = scored = 0
-    while True:
-        end = min(start + length, num_tokens)
-        yield start, end, scored
-        if end == num_tokens:
-            return
-        scored = end - 1
-        start = end - length // 2
+windows = functools.partial(overlapping_windows, length=LENGTH)
 
 
 def document_loss(model: EagerModel, tokens: list[int]) -> float:

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from text_engine import text_limits
 
 from deepinfer.runtime import sampler
 from deepinfer.runtime.engine import Engine
@@ -18,20 +19,7 @@ VOCAB = 16
 
 
 def table_limits(**changes: object) -> Limits:
-    sizes: dict = {
-        "prefill_buckets": (4, 8),
-        "decode_buckets": (1, 4),
-        "logits_buckets": (4,),
-        "prefill_table_size": 2,
-        "max_model_len": 64,
-        "block_tokens": 4,
-        "max_blocks_per_request": 16,
-        "num_blocks": 65,
-        "num_slots": 5,
-        "vocab_size": VOCAB,
-        "eos_token_ids": (EOS,),
-    }
-    return Limits(**(sizes | changes))
+    return text_limits(**({"vocab_size": VOCAB, "eos_token_ids": (EOS,)} | changes))
 
 
 def request_of(tokens: list[int], block_table: tuple[int, ...], slot_id: int) -> Request:
