@@ -44,7 +44,8 @@ test-all: $(READY)
 
 triton: $(READY)
 	$(BIN)/pip install -q -c constraints.txt triton nvidia-cuda-nvrtc
-	TRITON_INTERPRET=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow" tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow" \
+		-k "triton or cuda_target" tests/kernels
 	$(BIN)/pytest -q tests/kernels/test_cuda_target.py tests/kernels/test_cuda_gate.py \
 		tests/kernels/test_triton.py
 

@@ -28,6 +28,7 @@ NAMESPACE = "deepinfer"
 Route = Callable[["Op"], Callable[..., Any]]
 _route: contextvars.ContextVar[Route | None] = contextvars.ContextVar("deepinfer_op_route", default=None)
 _fakes_registered: set[str] = set()
+_overloads: dict[str, torch._ops.OpOverload] = {}  # as found: a step in a cold cache pays for every look-up
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Op:
 
     def overload(self) -> torch._ops.OpOverload:
         """`torch.ops.deepinfer.<name>.default`. Raises CaptureError if the op library is not loaded."""
+        if (found := _overloads.get(self.name)) is not None:
+            return found
         packet = getattr(getattr(torch.ops, NAMESPACE), self.name, None)
         if packet is None:
             raise CaptureError(
@@ -87,7 +90,9 @@ class Op:
                 where="op library",
                 action="load it first: deepinfer.kernels.native.load_op_library(build_op_library(isa))",
             )
-        return packet.default
+        overload: torch._ops.OpOverload = packet.default
+        _overloads[self.name] = overload
+        return overload
 
 
 def register_fake(op: Op) -> None:

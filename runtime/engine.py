@@ -178,9 +178,9 @@ class Engine:
                 self.scheduler.hand_on(self._state_of)
             self.counts[f"{batch.phase}_steps"] += 1
             self.counts[f"{batch.phase}_rows"] += batch.num_rows
-        ended = self.scheduler.take_ended()
-        seen = {id(request) for request in updated}
-        updated += [request for request in ended if id(request) not in seen]
+        if ended := self.scheduler.take_ended():
+            seen = {id(request) for request in updated}
+            updated += [request for request in ended if id(request) not in seen]
         self._stamp(updated)
         self._in_step = False
         return updated
@@ -236,8 +236,8 @@ class Engine:
             if entry is not None and request.params.max_tokens and not request.finished:
                 request.logprobs.append(entry)
         updated = self.scheduler.commit(batch, token_ids, errors)
-        made = (own for own in updated if own.finish_reason != ERROR and own.params.max_tokens)
-        self.counts["tokens"] += sum(1 for _ in made)
+        made = [own for own in updated if own.finish_reason != ERROR and own.params.max_tokens]
+        self.counts["tokens"] += len(made)
         return updated
 
     def _sample(
@@ -245,21 +245,24 @@ class Engine:
     ) -> tuple[list[int], list[str | None], list[Logprobs | None]]:
         """A token or the kind of an error per sampled request; log-probabilities if any are asked for."""
         requests = batch.sampled_requests
-        for request in requests:
-            if request.sampling_state is not None:
-                request.sampling_state.advance(request.output_token_ids)
+        states = [request.sampling_state for request in requests]
+        if any(states):
+            for request, state in zip(requests, states, strict=True):
+                if state is not None:
+                    state.advance(request.output_token_ids)
         result = self.sampler.sample(
             logits,
             [request.params for request in requests],
             [request.num_tokens for request in requests],
             [request.seed for request in requests],
-            [request.sampling_state for request in requests],
+            states,
         )
-        token_ids = result.token_ids.tolist()
-        errors = [None if code == OK else STATUS_NAMES[code] for code in result.status.tolist()]
-        found = list(result.logprobs)
+        token_ids, found = list(result.token_ids), list(result.logprobs)
+        errors = [None if code == OK else STATUS_NAMES[code] for code in result.status]
         for row, request in enumerate(requests):
-            golden = request.params.golden_token_ids[len(request.output_token_ids) :][:1]
+            if not (golden := request.params.golden_token_ids):
+                continue
+            golden = golden[len(request.output_token_ids) :][:1]
             if golden and errors[row] is None and golden[0] != token_ids[row]:
                 token_ids[row] = golden[0]
                 if request.params.logprobs is not None:
@@ -295,4 +298,5 @@ class Engine:
                 request.visible_times.append(now)
             if request.finished:
                 request.times["end"] = now
-        self._ids.leave((request for request in updated if request.finished), now)
+        if ended := [request for request in updated if request.finished]:
+            self._ids.leave(ended, now)

@@ -135,7 +135,7 @@ class CompiledSampler:
             bool(plan.raw) and plan.raw[0],
         )
         token_ids, status, *listed = sample_op.native(*arguments)
-        result = Sampled(token_ids.numpy(), status.numpy())
+        result = Sampled(token_ids.tolist(), status.tolist())
         if not plan.logprobs:
             return result
         return result._replace(logprobs=_listed(Arguments(*arguments), plan, result, *listed))
@@ -153,7 +153,7 @@ class CompiledSampler:
         if self._by_mode is None:
             self._by_mode = CompiledSampler(self._forced_top_k), CompiledSampler(self._forced_top_k)
         rows = len(raw)
-        token_ids, status = np.empty(rows, np.int64), np.empty(rows, np.int8)
+        token_ids, status = [NO_TOKEN] * rows, [OK] * rows
         logprobs: list[Logprobs | None] = [None] * rows
         for mode, sampler in zip((False, True), self._by_mode, strict=True):
             places = [row for row in range(rows) if raw[row] is mode]
@@ -164,9 +164,9 @@ class CompiledSampler:
                 [seeds[row] for row in places],
                 [states[row] for row in places] if states else (),
             )
-            token_ids[places], status[places] = part.token_ids, part.status
-            for row, found in zip(places, part.logprobs, strict=bool(part.logprobs)):
-                logprobs[row] = found
+            for place, row in enumerate(places):
+                token_ids[row], status[row] = part.token_ids[place], part.status[place]
+                logprobs[row] = part.logprobs[place] if part.logprobs else None
         return Sampled(token_ids, status, logprobs)
 
 
@@ -277,9 +277,7 @@ def _listed(
     arguments: Arguments, plan: _Plan, result: Sampled, ids: torch.Tensor, values: torch.Tensor
 ) -> list[Logprobs | None]:
     """Every row's mapping, None for one that asks for none or has no token."""
-    columns = zip(
-        plan.logprobs, result.status.tolist(), ids.numpy().tolist(), values.numpy().tolist(), strict=True
-    )
+    columns = zip(plan.logprobs, result.status, ids.tolist(), values.tolist(), strict=True)
     found: list[Logprobs | None] = []
     for row, (count, code, own_ids, own_values) in enumerate(columns):
         if count is None or code != OK:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.sampling_params import SamplingParams
@@ -28,8 +27,8 @@ States = Sequence[SamplingState | None]
 class Sampled(NamedTuple):
     """Result of `Sampler.sample`, one entry per row."""
 
-    token_ids: NDArray[np.int64]  # [rows]; NO_TOKEN where status is not OK
-    status: NDArray[np.int8]  # [rows]; OK, NOT_A_NUMBER or NOTHING_ALLOWED
+    token_ids: Sequence[int]  # NO_TOKEN where status is not OK
+    status: Sequence[int]  # OK, NOT_A_NUMBER or NOTHING_ALLOWED
     logprobs: Sequence[Logprobs | None] = ()  # None for a row that asks for none; empty if none does
 
 

@@ -11,8 +11,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from deepinfer.runtime.outputs import Logprob, Logprobs
 from deepinfer.runtime.sampler_interface import (
     LOWEST_LOGPROB,
@@ -61,7 +59,7 @@ class ReferenceSampler:
             status.append(code)
             logprobs.append(entries)
         asked = any(own.logprobs is not None for own in params)
-        return Sampled(np.array(token_ids, np.int64), np.array(status, np.int8), logprobs if asked else ())
+        return Sampled(token_ids, status, logprobs if asked else ())
 
     def _row(
         self,

@@ -204,8 +204,9 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """Ends the requests whose deadline has passed."""
-        for request in [own for own, due in self._with_deadline.values() if due <= now]:
-            self.end(request, ABORT, TIMEOUT)
+        if self._with_deadline:
+            for request in [own for own, due in self._with_deadline.values() if due <= now]:
+                self.end(request, ABORT, TIMEOUT)
 
     def take_ended(self) -> list[Request]:
         """The requests that ended since the last call, each once."""

@@ -4,6 +4,7 @@ import ctypes
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ values = [ctypes.c_void_p(t.data_ptr()) for t in (x, x.repeat(4, 1), positions, 
 values += [ctypes.c_int64(1), ctypes.c_int(8), ctypes.c_int(4)]
 library.emulate(b"moe_gate_logits", 1, 1, 128, (ctypes.c_void_p * 7)(*map(ctypes.addressof, values)))
 """
-    done = subprocess.run(["python", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "not at the shuffle" in done.stderr
 
 

@@ -15,8 +15,8 @@ def one_row(logits: list[float], **params: float) -> sampler.Sampled:
 
 
 def test_greedy_takes_the_lowest_id_among_equal_logits() -> None:
-    assert one_row([0.0, 3.0, -1.0, 3.0, 3.0], temperature=0).token_ids == 1
-    assert one_row([-0.0, 0.0], temperature=0).token_ids == 0
+    assert one_row([0.0, 3.0, -1.0, 3.0, 3.0], temperature=0).token_ids == [1]
+    assert one_row([-0.0, 0.0], temperature=0).token_ids == [0]
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3])
@@ -45,16 +45,16 @@ def test_bad_row_gets_a_status_and_others_are_untouched(row: list, status: int, 
     spoilt[20] = torch.tensor(row)
     after = sampler.sample(spoilt, params, range(64), range(64))
     assert (after.token_ids[20], after.status[20]) == (sampler.NO_TOKEN, status)
-    others = np.arange(64) != 20
-    assert np.array_equal(after.token_ids[others], before.token_ids[others])
-    assert not after.status[others].any()
+    others = [row for row in range(64) if row != 20]
+    assert all(after.token_ids[row] == before.token_ids[row] for row in others)
+    assert not any(after.status[row] for row in others)
 
 
 def test_minus_infinity_is_never_drawn() -> None:
     logits = torch.zeros(2000, 4)
     logits[:, [0, 2]] = -float("inf")
     got = sampler.sample(logits, [SamplingParams()] * 2000, range(2000), [7] * 2000).token_ids
-    assert set(got.tolist()) == {1, 3}
+    assert set(got) == {1, 3}
 
 
 @settings(max_examples=25, deadline=None)
@@ -70,7 +70,7 @@ def test_row_alone_equals_row_in_a_permuted_batch(rows: int, vocab: int, seed: i
     permuted = sampler.sample(
         logits[order], [params[i] for i in order], [positions[i] for i in order], [seeds[i] for i in order]
     ).token_ids
-    assert np.array_equal(permuted, together[order])
+    assert permuted == [together[row] for row in order]
     for i in range(rows):
         alone = sampler.sample(logits[i : i + 1], params[i : i + 1], positions[i : i + 1], seeds[i : i + 1])
         assert alone.token_ids[0] == together[i]
@@ -95,10 +95,10 @@ def test_seed_and_position_decide_the_draw() -> None:
     params = [SamplingParams()] * 200
     by_position = sampler.sample(logits, params, range(200), [3] * 200).token_ids
     by_seed = sampler.sample(logits, params, [3] * 200, range(200)).token_ids
-    assert len(set(by_position.tolist())) > 120 and len(set(by_seed.tolist())) > 120
-    assert np.array_equal(by_position, sampler.sample(logits, params, range(200), [3] * 200).token_ids)
+    assert len(set(by_position)) > 120 and len(set(by_seed)) > 120
+    assert by_position == sampler.sample(logits, params, range(200), [3] * 200).token_ids
 
 
 def test_no_rows_give_no_tokens() -> None:
     result = sampler.sample(torch.empty(0, 8), [], [], [])
-    assert result.token_ids.shape == result.status.shape == (0,)
+    assert (result.token_ids, result.status) == ([], [])

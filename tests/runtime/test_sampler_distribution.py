@@ -100,16 +100,13 @@ def test_neighbouring_seeds_agree_no_more_often_than_chance() -> None:
     """RNG-03: seed s at step t + 1 and seed s + 1 at step t, 6,169 pairs: equal streams would all agree."""
     logits, seeds, steps = torch.tensor([[2.0, 1.0, 0.5, 0.1]]), 200, 32
     params = [SamplingParams()] * (seeds * steps)
-    drawn = (
-        CompiledSampler()
-        .sample(
-            logits.repeat(seeds * steps, 1),
-            params,
-            [17 + step for _ in range(seeds) for step in range(steps)],
-            [seed for seed in range(1, seeds + 1) for _ in range(steps)],
-        )
-        .token_ids.reshape(seeds, steps)
+    result = CompiledSampler().sample(
+        logits.repeat(seeds * steps, 1),
+        params,
+        [17 + step for _ in range(seeds) for step in range(steps)],
+        [seed for seed in range(1, seeds + 1) for _ in range(steps)],
     )
+    drawn = np.array(result.token_ids).reshape(seeds, steps)
     agreement = (drawn[:-1, 1:] == drawn[1:, :-1]).mean()
     chance = float((softmax(logits[0].tolist()) ** 2).sum())
     assert drawn[:-1, 1:].size == 6169 and chance == pytest.approx(0.3986, abs=1e-4)

@@ -207,5 +207,5 @@ def test_a_row_without_an_allowed_token_leaves_the_others_alone() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
     result = sampler.sample(logits, params, [1, 1, 1], [1, 1, 2], states)
     plain = sampler.sample(logits, [SamplingParams()] * 3, [1, 1, 1], [1, 1, 2])
-    assert result.status.tolist() == [sampler.OK, sampler.NOTHING_ALLOWED, sampler.OK]
-    assert result.token_ids[[0, 2]].tolist() == plain.token_ids[[0, 2]].tolist()
+    assert result.status == [sampler.OK, sampler.NOTHING_ALLOWED, sampler.OK]
+    assert result.token_ids[::2] == plain.token_ids[::2]

@@ -130,7 +130,7 @@ def expected_tokens(runner: TableRunner, prompt: list[int], params: SamplingPara
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         logits = torch.from_numpy(runner.scores(tokens)[-1:])
-        tokens += sampler.sample(logits, [params], [len(tokens)], [params.seed or 0]).token_ids.tolist()
+        tokens += sampler.sample(logits, [params], [len(tokens)], [params.seed or 0]).token_ids
     return tokens[len(prompt) :]
 
 
