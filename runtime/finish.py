@@ -59,6 +59,15 @@ def token_triggers(
     return found
 
 
+def triggers_of_end(finish_reason: str, stop_reason: int | str | None) -> tuple[Trigger, ...]:
+    """The reason of an end that no token brought: an abort, a timeout, an error, or no tokens wanted."""
+    if finish_reason == ABORT:
+        return (Trigger("abort" if stop_reason is None else str(stop_reason)),)
+    if finish_reason == ERROR:
+        return (Trigger("error", stop_reason),)
+    return (Trigger("max_tokens"),) if finish_reason == LENGTH else ()
+
+
 def decide(triggers: Iterable[Trigger]) -> Finish | None:
     """The end that these triggers make, or None if there are none. Their order does not matter."""
     ranked = tuple(sorted(set(triggers), key=lambda trigger: (_RANK[trigger.kind], str(trigger.detail))))

@@ -65,7 +65,7 @@ class Request:
     cache_state: "CacheState | None" = None  # contents that another engine computed, until they are loaded
     finish_reason: str | None = None  # "stop", "length", "error", "abort", "prefilled"
     stop_reason: int | str | None = None  # the stop token of the request, the kind of error, or "timeout"
-    triggers: tuple[Trigger, ...] = ()  # all reasons to end that its last token brought
+    triggers: tuple[Trigger, ...] = ()  # all reasons for its end
     times: dict[str, float] = field(default_factory=dict)  # event -> seconds on a monotonic clock
     num_preemptions: int = 0
     num_positions_processed: int = 0  # rows the model computed for it, those computed again included

@@ -23,7 +23,7 @@ from typing import Any
 
 from deepinfer.errors import RequestError
 from deepinfer.runtime.admission import check_request
-from deepinfer.runtime.finish import ABORT, ERROR, LENGTH, decide
+from deepinfer.runtime.finish import ABORT, ERROR, LENGTH, decide, triggers_of_end
 from deepinfer.runtime.limits import Limits, smallest_bucket
 from deepinfer.runtime.preemption import choose_victim, progress
 from deepinfer.runtime.request import Batch, CacheState, Request, RequestStatus, ScheduledRows
@@ -171,6 +171,8 @@ class Scheduler:
         self._memory.give_back(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
+        if not request.triggers:
+            request.triggers = triggers_of_end(finish_reason, stop_reason)
         end_text(request)
         del self._live[request.request_id]
         self._with_deadline.pop(request.request_id, None)
@@ -217,6 +219,7 @@ class Scheduler:
         """Ends every request, from whatever point an interruption left the scheduler in."""
         for request in self._live.values():
             request.status, request.finish_reason = RequestStatus.FINISHED, ABORT
+            request.triggers = triggers_of_end(ABORT, None)
             request.block_table, request.slot_id, request.cache_state = (), 0, None
         self.prefilling, self._batch, self._prefill_steps, self._decode_steps_due = None, None, 0, 0
         queues: tuple[Any, ...] = (self.waiting, self.decoding, self.prefilled, self.ended)

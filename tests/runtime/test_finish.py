@@ -3,8 +3,11 @@
 import itertools
 
 import pytest
+from fake_graphs import POISON, fake_runner
 
+from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.finish import PRECEDENCE, Trigger, decide
+from deepinfer.runtime.sampling_params import SamplingParams
 
 ORDER = [
     Trigger("abort"),
@@ -42,3 +45,28 @@ def test_each_reason_alone_ends_a_request(index: int) -> None:
 
 def test_without_a_reason_it_goes_on() -> None:
     assert decide([]) is None
+
+
+def test_ends_that_no_token_brings_are_recorded_too() -> None:
+    """STP-18: an abort, a deadline, an error, no tokens wanted, and the end of everything."""
+    now = 0.0
+    engine = Engine(fake_runner(poison=POISON), clock=lambda: now)
+    many = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0)
+    late, gone, scored, bad, last = (
+        engine.add_request([5, 6], many, timeout=1.0),
+        engine.add_request([7, 8], many),
+        engine.add_request([5, 9], SamplingParams(max_tokens=0, prompt_logprobs=1)),
+        engine.add_request([5, POISON], many),
+        engine.add_request([9], many),
+    )
+    engine.abort(gone)
+    now = 2.0
+    while not (late.finished and scored.finished and bad.finished):
+        engine.step()
+    engine.abort_all()
+    assert (late.triggers, gone.triggers) == ((Trigger("timeout"),), (Trigger("abort"),))
+    assert (scored.triggers, bad.triggers) == (
+        (Trigger("max_tokens"),),
+        (Trigger("error", "numerical_error"),),
+    )
+    assert last.triggers == (Trigger("abort"),)
