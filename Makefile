@@ -14,7 +14,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3,$(shell comma
 GPU_PYTHON ?= python3
 WORKERS ?= 2
 CROSS ?= $(CURDIR)/.venv-cross
-SOURCES := $(shell find deepinfer graphs passes kernels artifacts runtime -name '*.py' -o -name '*.cpp' -o -name '*.h')
+SOURCES := $(shell find deepinfer graphs passes kernels artifacts runtime -name '*.py' -o -name '*.cpp' -o -name '*.h' \
+	-o -name '*.cu' -o -name '*.json')
 
 # One thread per process: builds and tests already run one process per core.
 export OMP_NUM_THREADS ?= 1

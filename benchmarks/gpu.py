@@ -96,6 +96,7 @@ def _checks(backend: Any, names: set[str], quick: bool) -> list[dict[str, Any]]:
     if "moe_gate" in names:
         everything += gate_checks(backend, quick)
     everything.append(("steps", "runner of captured graphs", lambda: _steps(backend)))
+    everything.append(("steps", "contents of caches", lambda: _caches(backend)))
     for kind, subject, check in everything:
         started = time.perf_counter()
         try:
@@ -116,21 +117,31 @@ def _checks(backend: Any, names: set[str], quick: bool) -> list[dict[str, Any]]:
 
 
 def _runner(backend: Any) -> tuple[Any, Any]:
-    """The executor and how to wait for it; without a card on a device that queues and replays like one."""
+    """The executor and its device; without a card one that queues and replays like one."""
     from gpu_steps import runner_on
 
     if backend.device.type == "cuda":
-        return runner_on(backend), backend.wait
-    from recording_device import RecordingDevice
+        from deepinfer.runtime.cuda_device import CudaDevice
 
-    device = RecordingDevice()
-    return runner_on(backend, device), device.wait
+        device: Any = CudaDevice(backend.device)
+    else:
+        from recording_device import RecordingDevice
+
+        device = RecordingDevice()
+    return runner_on(backend, device), device
 
 
 def _steps(backend: Any) -> str | None:
     from gpu_steps import replayed_steps
 
-    return replayed_steps(backend, *_runner(backend))
+    runner, device = _runner(backend)
+    return replayed_steps(backend, runner, device.wait)
+
+
+def _caches(backend: Any) -> str | None:
+    from gpu_steps import cache_contents
+
+    return cache_contents(*_runner(backend))
 
 
 def _times(backend: Any, names: set[str], quick: bool) -> list[dict[str, Any]]:
@@ -165,7 +176,8 @@ def _times(backend: Any, names: set[str], quick: bool) -> list[dict[str, Any]]:
 def _host(backend: Any, quick: bool) -> dict[str, float]:
     from gpu_steps import host_microseconds
 
-    taken = host_microseconds(*_runner(backend), steps=3 if quick else 200)
+    runner, device = _runner(backend)
+    taken = host_microseconds(runner, device.wait, steps=3 if quick else 200)
     for name, value in taken.items():
         print(f"host         {name:<18} {value:>10.1f} us a step" + _note(backend))
     return taken

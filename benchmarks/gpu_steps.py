@@ -6,14 +6,18 @@ The model is small and made of the project's own kernels; what is checked and ti
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from gpu_backend import Backend, difference, median
 from torch import Tensor
 
+from deepinfer.artifacts.schema import CacheLayout
 from deepinfer.kernels import linear, rms_norm
-from deepinfer.runtime.cuda_runner import CudaDevice, CudaModelRunner, Device
+from deepinfer.runtime.caches import CacheArenas
+from deepinfer.runtime.cuda_device import Device
+from deepinfer.runtime.cuda_runner import CudaModelRunner, HostLogits
 from deepinfer.runtime.limits import Limits
-from deepinfer.runtime.request import Batch, Request, ScheduledRows
+from deepinfer.runtime.request import Batch, CacheState, Request, ScheduledRows, StateCopy
 from deepinfer.runtime.sampling_params import SamplingParams
 
 HIDDEN, VOCABULARY, BLOCK = 64, 96, 16
@@ -58,13 +62,23 @@ def limits() -> Limits:
     )
 
 
-def runner_on(backend: Backend, device: Device | None = None) -> CudaModelRunner:
-    """The runner with every graph captured; `device` stands in for a card."""
+def runner_on(backend: Backend, device: Device) -> CudaModelRunner:
+    """The runner with every graph captured on `device`. No graph looks at its caches."""
     sizes, step, head = limits(), _Step(backend.device), _Head(backend.device)
     graphs: dict[str, _Step | _Head] = {"prefill-16": step}
     graphs |= {f"decode-{bucket}": step for bucket in sizes.decode_buckets}
     graphs |= {f"logits-{bucket}": head for bucket in sizes.logits_buckets}
-    return CudaModelRunner(sizes, graphs, {}, device or CudaDevice(backend.device), capture_all=True)
+    layout = CacheLayout(
+        block_tokens=BLOCK,
+        block_bytes=3 * BLOCK,
+        num_blocks=sizes.num_blocks,
+        slot_bytes=40,
+        num_slots=sizes.num_slots,
+        max_blocks_per_request=sizes.max_blocks_per_request,
+        regions=(),
+    )
+    arenas = CacheArenas.allocate(layout, backend.device)
+    return CudaModelRunner(sizes, graphs, arenas, device, capture_all=True)
 
 
 def decode_batch(bucket: int, rows: int, turn: int) -> Batch:
@@ -94,6 +108,27 @@ def replayed_steps(backend: Backend, runner: CudaModelRunner, wait: Callable[[],
                 if wrong := difference(got, head.run([hidden])[0]):
                     return f"decode-{bucket} with {rows} rows: {wrong}"
     return None
+
+
+def cache_contents(runner: CudaModelRunner, device: Device) -> str | None:
+    """Contents loaded for one request and copied for a fork of it in one step: both hold the same bytes.
+
+    Rows beyond those that give tokens are scored as in the step itself.
+    """
+    engine_runner = HostLogits(runner, device)
+    parent, fork = (rows.request for rows in decode_batch(2, 2, 0).rows)
+    content = bytes(range(48)), bytes(range(100, 140))
+    parent.cache_state = CacheState(*content)
+    loading = Batch("decode", 1, (ScheduledRows(parent, 4, 1),), loads=(parent,))
+    engine_runner.run(loading)
+    copy = StateCopy(parent.slot_id, fork.slot_id, parent.block_table[0], fork.block_table[0])
+    both = (ScheduledRows(parent, 4, 1), ScheduledRows(fork, 4, 1))
+    logits = engine_runner.run(Batch("decode", 2, both, copies=(copy,))).clone()
+    for name, request in (("loaded", parent), ("copied", fork)):
+        if (state := engine_runner.read_state(request)) != CacheState(*content):
+            return f"what was {name} differs: {state}"
+    turned = engine_runner.logits_of_rows(np.array([1, 0, 1]))
+    return difference(turned, logits[[1, 0, 1]])
 
 
 def host_microseconds(runner: CudaModelRunner, wait: Callable[[], None], steps: int) -> dict[str, float]:

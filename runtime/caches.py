@@ -10,10 +10,12 @@ an earlier owner are never visible. Arenas are anonymous memory maps: untouched 
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.artifacts.schema import CacheLayout, CacheRegion
@@ -52,29 +54,46 @@ class CacheArenas:
         }
         return cls(blocks, slots, regions, layout.block_bytes, layout.slot_bytes)
 
-    def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Makes the copies in order: of a slot, and of a block where one is named."""
+    def copies(self, copies: Sequence[StateCopy]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Target and source of each copy, in order: of a slot, and of a block where one is named."""
         for each in copies:
-            self._slot(each.slot).copy_(self._slot(each.source_slot))
+            yield self._slot(each.slot), self._slot(each.source_slot)
             if each.block:
-                self._block(each.block).copy_(self._block(each.source_block))
+                yield self._block(each.block), self._block(each.source_block)
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Makes the copies in order."""
+        for target, source in self.copies(copies):
+            target.copy_(source)
 
     def read(self, block_table: Sequence[int], slot_id: int) -> CacheState:
         """The bytes of these blocks and this slot."""
         blocks = b"".join(self._block(block).cpu().numpy().tobytes() for block in block_table)
         return CacheState(blocks, self._slot(slot_id).cpu().numpy().tobytes())
 
-    def write(self, block_table: Sequence[int], slot_id: int, state: CacheState) -> None:
-        """Fills these blocks and this slot. Raises ResourceError where the sizes are of another artifact."""
-        if len(state.slot) != self.slot_bytes or len(state.blocks) != len(block_table) * self.block_bytes:
+    def contents(
+        self, block_table: Sequence[int], slot_id: int, state: CacheState
+    ) -> Iterator[tuple[Tensor, NDArray[np.uint8]]]:
+        """This slot and these blocks, each with the bytes of `state` that belong there.
+
+        The last block may have none: it is that of the newest token, which nothing was computed for. Raises
+        ResourceError, before the first of them, where the sizes are of another artifact.
+        """
+        sizes = [count * self.block_bytes for count in (len(block_table), len(block_table) - 1)]
+        if len(state.slot) != self.slot_bytes or len(state.blocks) not in sizes:
             raise ResourceError(
                 "the cache contents of a request have other sizes than this artifact's caches",
                 action="hand requests only to engines of the same artifact",
             )
-        self._slot(slot_id).copy_(_bytes_tensor(state.slot))
-        for place, block in enumerate(block_table):
-            start = place * self.block_bytes
-            self._block(block).copy_(_bytes_tensor(state.blocks[start : start + self.block_bytes]))
+        yield self._slot(slot_id), np.frombuffer(state.slot, np.uint8)
+        blocks = np.frombuffer(state.blocks, np.uint8)
+        for block, start in zip(block_table, range(0, len(blocks), self.block_bytes or 1), strict=False):
+            yield self._block(block), blocks[start : start + self.block_bytes]
+
+    def write(self, block_table: Sequence[int], slot_id: int, state: CacheState) -> None:
+        """Fills these blocks and this slot. Raises ResourceError where the sizes are of another artifact."""
+        for unit, content in self.contents(block_table, slot_id, state):
+            unit.copy_(torch.from_numpy(content.copy()))
 
     def _block(self, block: int) -> Tensor:
         return self.blocks[block * self.block_bytes : (block + 1) * self.block_bytes]
@@ -101,10 +120,6 @@ def _allocate(num_bytes: int, what: str, device: torch.device) -> Tensor:
             action="build the artifact with a smaller max_model_len or max_num_seqs",
         ) from error
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map alive
-
-
-def _bytes_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _view(arena: Tensor, count: int, unit_bytes: int, region: CacheRegion) -> Tensor:

@@ -1,121 +1,42 @@
 """Runs steps on a device as captured graphs: one per phase and bucket, replayed on static memory.
 
-A step is one copy of its inputs to the device, one replay, one gather of the rows that give tokens, and one
-replay of the head. Nothing is allocated, nothing is read back, and the host never waits: the logits that come
-back are on the device, and whoever reads them waits for them.
+A step is one copy of its inputs to the device and one of the rows that give tokens, a copy for every cache
+unit that a fork or a load brings, one replay, one gather of those rows, and one replay of the head. Nothing
+is allocated and nothing is read back: the logits that come back are on the device, and whoever reads them
+waits for them, as `HostLogits` does for the engine.
 
-Graphs are captured at their first use or all at once, into one shared pool of memory. A capture runs on
-padding rows alone, which touch no live state. Results of a graph are valid until the next step, and the next
-step may start once the logits of this one were read: until then its inputs may still be on their way.
+The host waits only before it writes over memory that a copy has not read yet. After logits were read that is
+never so; it is between two steps of which the first gave none, and where a step loads more than is staged.
 
-`Device` is all that this file knows of CUDA.
+Graphs are captured at their first use or all at once. Steps share one pool of memory and heads another, so
+that hidden rows outlive any number of calls of the head. A capture runs on padding rows alone, which touch no
+live state. Results of a call are valid until the next one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.runtime.caches import CacheArenas
+from deepinfer.runtime.cuda_device import Captured, Device
 from deepinfer.runtime.limits import Limits, smallest_bucket
 from deepinfer.runtime.model_runner import (
     DECODE,
     LOGITS,
+    MAX_LOGITS_ROWS,
     PREFILL,
     CpuModelRunner,
     Graph,
     StepBuffers,
+    check_copies,
     sampled_rows,
     views_of,
 )
-from deepinfer.runtime.request import Batch
-
-
-class Captured(Protocol):
-    """A captured graph."""
-
-    @property
-    def outputs(self) -> Sequence[Tensor]:
-        """Static results, in the shared pool."""
-        ...
-
-    def replay(self) -> None:
-        """Put the graph on the device's queue."""
-        ...
-
-
-class Device(Protocol):
-    """What the runner needs of a device. Calls are queued in order; none of them waits."""
-
-    def host_memory(self, size: int) -> Tensor:
-        """int64 `[size]` on the host, from which copies need not wait (pinned)."""
-        ...
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Static memory on the device."""
-        ...
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy from host memory or from the device."""
-        ...
-
-    def select_rows(self, rows: Tensor, index: Tensor, target: Tensor) -> None:
-        """`target[i] = rows[index[i]]`, without other memory."""
-        ...
-
-    def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
-        """Run `call` to warm up, then capture it into the pool that all graphs share."""
-        ...
-
-
-class CudaDevice:
-    """A CUDA device through torch: one stream, one pool of graph memory."""
-
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device = torch.device(device)
-        self._pool: Any = None
-
-    def host_memory(self, size: int) -> Tensor:
-        """As Device."""
-        return torch.zeros(size, dtype=torch.int64, pin_memory=True)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As Device; zero-filled."""
-        return torch.zeros(shape, dtype=dtype, device=self._device)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """As Device."""
-        target.copy_(source, non_blocking=True)
-
-    def select_rows(self, rows: Tensor, index: Tensor, target: Tensor) -> None:
-        """As Device."""
-        torch.index_select(rows, 0, index, out=target)
-
-    def capture(self, call: Callable[[], Sequence[Tensor]]) -> Captured:
-        """As Device."""
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = call()
-        return _CudaGraph(outputs, graph)
-
-
-@dataclass(frozen=True)
-class _CudaGraph:
-    outputs: Sequence[Tensor]
-    graph: "torch.cuda.CUDAGraph"
-
-    def replay(self) -> None:
-        self.graph.replay()
+from deepinfer.runtime.request import Batch, CacheState, Request
 
 
 @dataclass(frozen=True)
@@ -133,22 +54,35 @@ class CudaModelRunner:
         self,
         limits: Limits,
         graphs: Mapping[str, Graph],
-        regions: Mapping[str, Tensor],
+        arenas: CacheArenas,
         device: Device,
         *,
+        identity: str = "",
         capture_all: bool = False,
+        staged_bytes: int | None = None,
     ) -> None:
-        """graphs and regions as for CpuModelRunner, on the device; `capture_all`: no step captures."""
-        self.limits = limits
-        self._graphs, self._regions, self._device = graphs, list(regions.values()), device
+        """graphs by name, over the regions of `arenas`, both on the device; identity of the artifact.
+
+        `capture_all`: no step captures. `staged_bytes`: pinned memory through which cache contents are
+        loaded; by default as much as the longest request has.
+        """
+        self.limits, self.identity = limits, identity
+        self._graphs, self._arenas, self._device = graphs, arenas, device
+        self._regions = list(arenas.regions.values())
         self._host = CpuModelRunner(limits, {}, {}, device.host_memory)  # fills and checks inputs
         largest = max(*limits.prefill_buckets, *limits.decode_buckets)
-        self._rows_host = device.host_memory(largest)
-        self._rows = device.empty((largest,), torch.int64)
+        self.max_rows = max(limits.num_slots - 1, min(largest, MAX_LOGITS_ROWS))  # of one call
+        self._rows_host = device.host_memory(self.max_rows)
+        self._rows = device.empty((self.max_rows,), torch.int64)
+        self._hidden: Tensor | None = None  # of the last step
         self._steps: dict[tuple[str, int], _Step] = {}
         self._heads: dict[int, tuple[Tensor, Captured]] = {}  # logits bucket -> its hidden rows, its graph
-        most = max(limits.prefill_table_size, limits.decode_buckets[-1])
-        self._logits = device.empty((most, limits.vocab_size), torch.float32)  # of several calls of the head
+        self._logits = device.empty((self.max_rows, limits.vocab_size), torch.float32)  # of several heads
+        if staged_bytes is None:
+            staged_bytes = limits.max_blocks_per_request * arenas.block_bytes + arenas.slot_bytes
+        size = max(staged_bytes, arenas.block_bytes, arenas.slot_bytes)
+        self._staging = device.host_memory(-(-size // 8)).view(torch.uint8)
+        self._num_staged = 0  # bytes that copies of this step may not have read yet
         if capture_all:
             for phase, buckets in ((PREFILL, limits.prefill_buckets), (DECODE, limits.decode_buckets)):
                 for bucket in buckets:
@@ -158,13 +92,58 @@ class CudaModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         """Queues a batch; returns its float32 logits [len(batch.sampled_requests), vocab] on the device."""
-        if batch.copies or batch.loads:
-            raise AssertionError("this runner copies and loads no caches: no forks, no further choices")
-        step = self._step(batch.phase, batch.bucket)
-        buffers = self._host.fill_step(batch)
-        self._device.copy(step.static, buffers.flat)
+        step, self._hidden = self._step(batch.phase, batch.bucket), None
+        self._device.wait_for_mark()
+        self._num_staged = 0
+        try:
+            buffers = self._host.fill_step(batch)
+            self._prepare_caches(batch)
+            self._device.copy(step.static, buffers.flat)
+            count = self._send_rows(sampled_rows(batch))
+        finally:
+            self._device.mark()  # also of a step that fails: the next one writes over the same host memory
         step.captured.replay()
-        return self._logits_of(step.captured.outputs[0], sampled_rows(batch))
+        self._hidden = step.captured.outputs[0]
+        return self._logits_of(self._hidden, count)
+
+    def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """Queues float32 logits [len(rows), vocab] of at most `max_rows` rows of the last batch."""
+        hidden = self._hidden
+        assert hidden is not None, "no step is there to have rows of"
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(hidden):
+            raise AssertionError(f"rows {rows.min()} .. {rows.max()} of a step of {len(hidden)}")
+        self._device.wait_for_mark()
+        try:
+            count = self._send_rows(rows)
+        finally:
+            self._device.mark()
+        return self._logits_of(hidden, count)
+
+    def read_state(self, request: Request) -> CacheState:
+        """What the caches hold of a request; waits for the device."""
+        self._device.wait()
+        return self._arenas.read(request.block_table, request.slot_id)
+
+    def _prepare_caches(self, batch: Batch) -> None:
+        check_copies(self.limits, batch.copies)
+        for target, source in self._arenas.copies(batch.copies):
+            self._device.copy(target, source)
+        for request in batch.loads:
+            state = request.cache_state
+            assert state is not None, request.request_id
+            for unit, content in self._arenas.contents(request.block_table, request.slot_id, state):
+                self._load(unit, content)
+
+    def _load(self, unit: Tensor, content: NDArray[np.uint8]) -> None:
+        """Queues a copy of host bytes into a block or a slot, through the staging memory."""
+        if self._num_staged + len(content) > len(self._staging):
+            self._device.mark()
+            self._device.wait_for_mark()
+            self._num_staged = 0
+        staged = self._staging[self._num_staged : self._num_staged + len(content)]
+        staged.numpy()[:] = content
+        self._num_staged += len(content)
+        self._device.copy(unit, staged)
 
     def _step(self, phase: str, bucket: int) -> _Step:
         """The graph of a phase and bucket, captured on padding if it is not there yet."""
@@ -173,7 +152,7 @@ class CudaModelRunner:
             static = self._device.empty(tuple(buffers.flat.shape), torch.int64)
             self._device.copy(static, self._padding(phase, buffers))
             inputs = [*views_of(static, [tuple(tensor.shape) for tensor in buffers.tensors]), *self._regions]
-            captured = self._device.capture(lambda: self._graphs[f"{phase}-{bucket}"].run(inputs))
+            captured = self._device.capture(lambda: self._graphs[f"{phase}-{bucket}"].run(inputs), "steps")
             self._steps[phase, bucket] = _Step(static, captured)
         return self._steps[phase, bucket]
 
@@ -187,17 +166,24 @@ class CudaModelRunner:
             padding.request_index[:] = np.arange(rows)
         return padding.flat
 
-    def _logits_of(self, hidden: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """Logits of the named rows of `hidden [T, D]`, in pieces of the logits buckets."""
-        self._rows_host[: len(rows)] = torch.from_numpy(rows)
-        self._device.copy(self._rows[: len(rows)], self._rows_host[: len(rows)])
+    def _send_rows(self, rows: NDArray[np.int64]) -> int:
+        """Queues the copy of the rows whose logits are wanted; how many they are."""
+        if len(rows) > self.max_rows:
+            raise AssertionError(f"logits of {len(rows)} rows at once, more than {self.max_rows}")
+        self._rows_host[: len(rows)].numpy()[:] = rows
+        if len(rows):
+            self._device.copy(self._rows[: len(rows)], self._rows_host[: len(rows)])
+        return len(rows)
+
+    def _logits_of(self, hidden: Tensor, count: int) -> Tensor:
+        """Logits of the rows of `hidden [T, D]` that were sent, in pieces of the logits buckets."""
         largest = self.limits.logits_buckets[-1]
-        if 0 < len(rows) <= largest:
-            return self._piece(hidden, 0, len(rows))
-        logits = self._logits[: len(rows)]
-        for first in range(0, len(rows), largest):
-            count = min(largest, len(rows) - first)
-            self._device.copy(logits[first : first + count], self._piece(hidden, first, count))
+        if 0 < count <= largest:
+            return self._piece(hidden, 0, count)
+        logits = self._logits[:count]
+        for first in range(0, count, largest):
+            rows = min(largest, count - first)
+            self._device.copy(logits[first : first + rows], self._piece(hidden, first, rows))
         return logits
 
     def _piece(self, hidden: Tensor, first: int, count: int) -> Tensor:
@@ -211,6 +197,36 @@ class CudaModelRunner:
     def _head(self, bucket: int, hidden: Tensor) -> tuple[Tensor, Captured]:
         if bucket not in self._heads:
             static = self._device.empty((bucket, hidden.shape[1]), hidden.dtype)
-            captured = self._device.capture(lambda: self._graphs[f"{LOGITS}-{bucket}"].run([static]))
+            captured = self._device.capture(lambda: self._graphs[f"{LOGITS}-{bucket}"].run([static]), "heads")
             self._heads[bucket] = static, captured
         return self._heads[bucket]
+
+
+class HostLogits:
+    """The runner as the engine takes it: logits come to the host, which waits for them."""
+
+    def __init__(self, runner: CudaModelRunner, device: Device) -> None:
+        self.limits, self.identity = runner.limits, runner.identity
+        self._runner, self._device = runner, device
+        rows, vocab = runner.max_rows, runner.limits.vocab_size
+        memory = device.host_memory(-(-rows * vocab // 2)).view(torch.float32)
+        self._logits = memory[: rows * vocab].view(rows, vocab)
+
+    def run(self, batch: Batch) -> Tensor:
+        """As StepRunner."""
+        return self._read(self._runner.run(batch))
+
+    def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """As StepRunner."""
+        return self._read(self._runner.logits_of_rows(rows))
+
+    def read_state(self, request: Request) -> CacheState:
+        """As StepRunner."""
+        return self._runner.read_state(request)
+
+    def _read(self, logits: Tensor) -> Tensor:
+        host = self._logits[: len(logits)]
+        if len(logits):
+            self._device.copy(host, logits)
+            self._device.wait()
+        return host

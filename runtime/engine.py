@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepinfer.errors import RequestError
 from deepinfer.runtime.finish import ERROR
-from deepinfer.runtime.model_runner import StepRunner
+from deepinfer.runtime.model_runner import MAX_LOGITS_ROWS, StepRunner
 from deepinfer.runtime.outputs import Logprobs
 from deepinfer.runtime.prompt_logprobs import forced_logprobs, prompt_logprobs
 from deepinfer.runtime.request import Batch, CacheState, Request
@@ -31,7 +31,6 @@ from deepinfer.runtime.seeds import derived_seed
 from deepinfer.runtime.token_bytes import TokenBytes
 
 _COUNTS = ("prefill_steps", "prefill_rows", "decode_steps", "decode_rows", "tokens")
-_PROMPT_LOGPROB_ROWS = 256  # rows of one piece, which bounds the memory of their logits
 
 
 class Engine:
@@ -283,8 +282,8 @@ class Engine:
                 request.prompt_logprobs.append(None)  # nothing comes before the first token
             start = max(scheduled.start, len(request.prompt_logprobs) - 1)  # what was scored stays
             end = min(scheduled.start + scheduled.count, request.num_prompt_tokens - 1)
-            for piece in range(start, end, _PROMPT_LOGPROB_ROWS):
-                places = np.arange(piece, min(piece + _PROMPT_LOGPROB_ROWS, end))
+            for piece in range(start, end, MAX_LOGITS_ROWS):
+                places = np.arange(piece, min(piece + MAX_LOGITS_ROWS, end))
                 logits = self.runner.logits_of_rows(places - scheduled.start + begin)
                 targets = request.prompt_token_ids[piece + 1 : piece + 1 + len(places)]
                 request.prompt_logprobs += prompt_logprobs(logits, targets, request.params)

@@ -21,6 +21,7 @@ from deepinfer.runtime.limits import Limits, smallest_bucket
 from deepinfer.runtime.request import Batch, CacheState, Request, StateCopy
 
 PREFILL, DECODE, LOGITS = "prefill", "decode", "logits"
+MAX_LOGITS_ROWS = 256  # that `logits_of_rows` is asked for at once, which bounds the memory of their logits
 _NO_BLOCKS: tuple[int, ...] = ()
 
 
@@ -46,7 +47,10 @@ class StepRunner(Protocol):
         ...
 
     def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        """float32 logits [len(rows), vocab] of rows of the last batch, valid until the next call."""
+        """float32 logits [len(rows), vocab] of at most MAX_LOGITS_ROWS rows of the last batch.
+
+        Valid until the next call.
+        """
         ...
 
     def read_state(self, request: Request) -> CacheState:
@@ -170,7 +174,7 @@ class CpuModelRunner:
 
     def _prepare_caches(self, batch: Batch) -> None:
         if batch.copies:
-            self._check_copies(batch.copies)
+            check_copies(self.limits, batch.copies)
             self._state().copy(batch.copies)
         for request in batch.loads:
             assert request.cache_state is not None, request.request_id
@@ -179,15 +183,6 @@ class CpuModelRunner:
     def _state(self) -> CacheArenas:
         assert self._arenas is not None, "the runner was made without its arenas"
         return self._arenas
-
-    def _check_copies(self, copies: Sequence[StateCopy]) -> None:
-        """Raises AssertionError for an id out of range, which would copy foreign memory."""
-        for each in copies:
-            slots, blocks = (each.source_slot, each.slot), (each.source_block, each.block)
-            if not all(0 < slot < self.limits.num_slots for slot in slots) or not (
-                blocks == (0, 0) or all(0 < block < self.limits.num_blocks for block in blocks)
-            ):
-                raise AssertionError(f"a copy between caches that do not exist: {each}")
 
     def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
         """Runs the graph of `phase` at `bucket` on its static buffers as they are filled now."""
@@ -238,6 +233,7 @@ class CpuModelRunner:
 
     def _fill_decode_rows(self, batch: Batch, buffers: StepBuffers) -> None:
         used = len(batch.rows)
+        buffers.slots.clear()  # what a check refuses below must not count as filled
         buffers.token_ids[:used] = [rows.request.token_at(rows.start) for rows in batch.rows]
         buffers.token_ids[used:] = 0
         buffers.positions[:used] = [rows.start for rows in batch.rows]
@@ -352,6 +348,16 @@ def sampled_rows(batch: Batch) -> NDArray[np.int64]:
     ends = np.cumsum([rows.count for rows in batch.rows]) - 1
     times = [1 + len(rows.forks) if rows.makes_token else 0 for rows in batch.rows]
     return np.repeat(ends, times)
+
+
+def check_copies(limits: Limits, copies: Sequence[StateCopy]) -> None:
+    """Raises AssertionError for an id out of range, which would copy foreign memory."""
+    for each in copies:
+        slots, blocks = (each.source_slot, each.slot), (each.source_block, each.block)
+        if not all(0 < slot < limits.num_slots for slot in slots) or not (
+            blocks == (0, 0) or all(0 < block < limits.num_blocks for block in blocks)
+        ):
+            raise AssertionError(f"a copy between caches that do not exist: {each}")
 
 
 def _writes_shared(batch: Batch, block_tokens: int) -> bool:

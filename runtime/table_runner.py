@@ -109,7 +109,8 @@ class TableRunner:
             state = request.cache_state
             assert state is not None, request.request_id
             blocks = np.frombuffer(state.blocks, np.int64).reshape(-1, self.limits.block_tokens)
-            self._blocks[np.asarray(request.block_table, np.int64)] = blocks
+            # the newest token, which nothing was computed for, may need one block more
+            self._blocks[np.asarray(request.block_table[: len(blocks)], np.int64)] = blocks
             self._slots[request.slot_id] = np.frombuffer(state.slot, np.int64)
 
     def _contexts(self, rows: ScheduledRows, places: Sequence[int]) -> list[_Ids]:

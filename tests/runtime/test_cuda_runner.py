@@ -2,52 +2,20 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeLogitsGraph, FakeStepGraph, fake_cache_layout, fake_limits, fake_runner
-from recording_device import DeviceFault, RecordingDevice, Watched
+from fake_card import fake_card
+from fake_graphs import fake_limits, fake_runner
+from recording_device import DeviceFault
 from torch import Tensor
 
-from deepinfer.runtime.caches import CacheArenas
 from deepinfer.runtime.cuda_runner import CudaModelRunner
 from deepinfer.runtime.engine import Engine
-from deepinfer.runtime.limits import Limits
-from deepinfer.runtime.model_runner import Graph
 from deepinfer.runtime.request import Batch
 from deepinfer.runtime.sampling_params import SamplingParams
 
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 7, 16, 5, 12, 3, 9)]
-
-
-def cuda_runner(
-    limits: Limits | None = None, *, capture_all: bool = False
-) -> tuple[CudaModelRunner, RecordingDevice, CacheArenas]:
-    limits = limits or fake_limits()
-    device, arenas = RecordingDevice(), CacheArenas.allocate(fake_cache_layout(limits))
-    arenas.blocks.fill_(0x5A)
-    arenas.slots.fill_(0x5A)
-    graphs: dict[str, Graph] = {}
-    for phase, buckets in (("prefill", limits.prefill_buckets), ("decode", limits.decode_buckets)):
-        graphs |= {f"{phase}-{b}": Watched(FakeStepGraph(phase, b, limits, None)) for b in buckets}
-    graphs |= {f"logits-{bucket}": Watched(FakeLogitsGraph(bucket)) for bucket in limits.logits_buckets}
-    runner = CudaModelRunner(limits, graphs, arenas.regions, device, capture_all=capture_all)
-    return runner, device, arenas
-
-
-class Reading:
-    """What an engine does with the logits of a step: it reads them, which waits for the device."""
-
-    def __init__(self, runner: CudaModelRunner, device: RecordingDevice, watched: bool = False) -> None:
-        self.limits, self._runner, self._device, self._watched = runner.limits, runner, device, watched
-
-    def run(self, batch: Batch) -> Tensor:
-        if self._watched:
-            with self._device.watched():
-                logits = self._runner.run(batch)
-        else:
-            logits = self._runner.run(batch)
-        self._device.wait()
-        return logits.clone()
 
 
 def generated(runner: object, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -64,68 +32,66 @@ def generated(runner: object, prompts: list[list[int]] = PROMPTS) -> list[list[i
 
 @pytest.mark.parametrize("capture_all", [False, True])
 def test_the_engine_gives_the_same_tokens_as_on_a_cpu(capture_all: bool) -> None:
-    runner, device, _ = cuda_runner(capture_all=capture_all)
-    assert generated(Reading(runner, device)) == generated(fake_runner())
-
-
-def test_steps_allocate_nothing_and_read_nothing() -> None:
-    """Everything is captured before; then a whole workload is watched."""
-    runner, device, _ = cuda_runner(capture_all=True)
-    assert generated(Reading(runner, device, watched=True)) == generated(fake_runner())
+    """With everything captured before, the whole workload is watched: no allocation, no read."""
+    card = fake_card(capture_all=capture_all)
+    assert generated(card) == generated(fake_runner())
+    assert card.device.waits == 0  # a read of the logits has waited for all
 
 
 def test_a_lazy_capture_happens_once_per_graph_and_touches_no_live_state() -> None:
-    runner, device, arenas = cuda_runner()
+    card = fake_card(capture_all=False)
+    runner, arenas = card.runner, card.arenas
     before = arenas.blocks.clone(), arenas.slots.clone()
     for phase, bucket in (("decode", 4), ("prefill", 16)):
         runner._step(phase, bucket)
-    blocks, slots = arenas.blocks.view(-1), arenas.slots.view(-1)
-    block_bytes, slot_bytes = (
-        len(blocks) // runner.limits.num_blocks,
-        len(slots) // runner.limits.num_slots,
-    )
     # block 0 and slot 0 belong to padding rows
-    assert torch.equal(blocks[block_bytes:], before[0][block_bytes:])
-    assert torch.equal(slots[slot_bytes:], before[1][slot_bytes:])
-    reading = Reading(runner, device)
-    generated(reading)
+    assert torch.equal(arenas.blocks[arenas.block_bytes :], before[0][arenas.block_bytes :])
+    assert torch.equal(arenas.slots[arenas.slot_bytes :], before[1][arenas.slot_bytes :])
+    generated(card)
     captured = dict(runner._steps)
-    generated(reading)
+    generated(card)
     assert runner._steps == captured
 
 
 def test_a_step_is_two_copies_two_replays_and_one_gather() -> None:
-    runner, device, _ = cuda_runner(capture_all=True)
-    device.wait()
-    device.log.clear()
-    generated(Reading(runner, device), PROMPTS[:1])
-    assert device.log[:5] == ["copy", "replay", "copy", "select", "replay"]
-    assert len(device.log) == 5 * 6  # one prefill, five decodes, a token each
+    card = fake_card()
+    card.device.wait()
+    card.device.log.clear()
+    generated(card, PROMPTS[:1])
+    assert card.device.log[:6] == ["copy", "copy", "replay", "select", "replay", "copy"]  # the last: to read
+    assert len(card.device.log) == 6 * 6  # one prefill, five decodes, a token each
 
 
 def test_after_a_failed_step_nothing_stale_is_left() -> None:
     """The request of the failed step is dropped; the next ones get what they would have got without it."""
-    runner, device, _ = cuda_runner(capture_all=True)
-    reading, engine = Reading(runner, device), None
-    engine = Engine(reading)  # type: ignore[arg-type]
+    card = fake_card()
+    engine = Engine(card)
     engine.add_request([9, 8, 7, 6], SamplingParams(max_tokens=4, seed=1))
     engine.step()
-    device.fail_next = True
+    card.device.fail_next = True
     with pytest.raises(RuntimeError, match="the launch failed"):
         engine.step()
     engine.abort_all()
-    device.wait()
-    assert generated(reading) == generated(fake_runner())
+    with pytest.raises(AssertionError, match="no step is there"):
+        card.logits_of_rows(np.arange(1))
+    assert generated(card) == generated(fake_runner())
 
 
 def test_more_rows_than_the_head_takes_at_once() -> None:
     limits = fake_limits(logits_buckets=(1,))
-    runner, device, _ = cuda_runner(limits, capture_all=True)
-    assert generated(Reading(runner, device, watched=True)) == generated(fake_runner(limits))
+    assert generated(fake_card(limits)) == generated(fake_runner(limits))
+
+
+def test_chunks_that_give_no_token_wait_for_each_others_inputs_and_nothing_else() -> None:
+    """Nobody reads anything between two chunks of a prompt, so the same host memory would be filled early."""
+    prompt = [list(np.random.default_rng(0).integers(2, 40, 50))]
+    card = fake_card()
+    assert generated(card, prompt) == generated(fake_runner(), prompt)
+    assert card.device.waits == 3  # chunks of 16, 16, 16 and 2 rows
 
 
 def _reads_back(runner: CudaModelRunner) -> Callable[[Batch], Tensor]:
-    run = type(runner).run
+    run = CudaModelRunner.run
 
     def broken(batch: Batch) -> Tensor:
         logits = run(runner, batch)
@@ -136,41 +102,87 @@ def _reads_back(runner: CudaModelRunner) -> Callable[[Batch], Tensor]:
 
 
 def _allocates(runner: CudaModelRunner) -> Callable[[Batch], Tensor]:
-    run = type(runner).run
+    run = CudaModelRunner.run
     return lambda batch: run(runner, batch) * 1
 
 
+def _captures(runner: CudaModelRunner) -> Callable[[Batch], Tensor]:
+    runner._steps.clear()
+    return lambda batch: CudaModelRunner.run(runner, batch)
+
+
 @pytest.mark.parametrize(
-    ("fault", "message", "capture_all"),
+    ("fault", "message"),
     [
-        (_reads_back, "reads a value on the host", True),
-        (_allocates, "a step allocates", True),
-        (lambda runner: type(runner).run.__get__(runner), "captures a graph|allocates", False),
+        (_reads_back, "reads a value on the host"),
+        (_allocates, "a step allocates"),
+        (_captures, "captures a graph|allocates"),
     ],
 )
 def test_the_recording_device_finds_faults(
-    fault: Callable[[CudaModelRunner], Callable[[Batch], Tensor]], message: str, capture_all: bool
+    fault: Callable[[CudaModelRunner], Callable[[Batch], Tensor]], message: str
 ) -> None:
-    runner, device, _ = cuda_runner(capture_all=capture_all)
-    runner.run = fault(runner)  # type: ignore[method-assign]
+    card = fake_card()
+    broken = fault(card.runner)
+
+    def watched(batch: Batch) -> Tensor:
+        with card.device.watched():
+            return broken(batch)
+
+    card.runner.run = watched  # type: ignore[method-assign]
     with pytest.raises(DeviceFault, match=message):
-        generated(Reading(runner, device, watched=True))
+        generated(card)
 
 
 def test_a_moved_address_is_found() -> None:
-    runner, device, _ = cuda_runner(capture_all=True)
-    graph = runner._graphs["decode-4"]
+    graph = fake_card().runner._graphs["decode-4"]
     with pytest.raises(DeviceFault, match="an address changed"):
         graph.run([torch.zeros(4, dtype=torch.int64)])
 
 
 def test_a_host_buffer_that_is_filled_too_early_shows() -> None:
-    """The fake is as lazy as a device: a step that starts before the last was read spoils its inputs."""
-    runner, device, _ = cuda_runner(capture_all=True)
-    buffers = runner._host.buffers("decode", 4)
-    step = runner._steps["decode", 4]
+    """The fake is as lazy as a device: memory that changes before its copy is done spoils the copy."""
+    card = fake_card()
+    buffers = card.runner._host.buffers("decode", 4)
+    step = card.runner._steps["decode", 4]
     buffers.flat.fill_(1)
-    device.copy(step.static, buffers.flat)
+    card.device.copy(step.static, buffers.flat)
     buffers.flat.fill_(2)
-    device.wait()
+    card.device.wait()
     assert torch.all(step.static == 2)
+
+
+def test_hidden_rows_in_the_memory_of_the_heads_would_show() -> None:
+    """One pool for steps and heads, as memory may then be shared: later pieces read what is spoiled."""
+    limits = fake_limits(logits_buckets=(1,))
+    card = fake_card(limits)
+    steps, heads = (card.device._pools[name] for name in ("steps", "heads"))
+    heads += steps
+    assert _score(card) != _score(fake_runner(limits))
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_cpu() -> None:
+    for limits in (fake_limits(), fake_limits(logits_buckets=(1,), prefill_buckets=(64,))):
+        assert _score(fake_card(limits)) == _score(fake_runner(limits))
+
+
+def _score(runner: object) -> object:
+    engine = Engine(runner)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=2, logprobs=1)
+    requests = [engine.add_request(prompt, params) for prompt in PROMPTS[1:4]]
+    while engine.has_work:
+        engine.step()
+    return [(own.prompt_logprobs, own.logprobs, own.output_token_ids) for own in requests]
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    card = fake_card()
+    engine = Engine(card)
+    engine.add_request([3, 4], SamplingParams(max_tokens=4, seed=1))
+    engine.step()
+    with pytest.raises(AssertionError, match=r"rows 0 \.\. 4 of a step of 4"):
+        card.logits_of_rows(np.arange(5))
+    with pytest.raises(AssertionError, match=r"rows -1 \.\. -1"):
+        card.logits_of_rows(np.array([-1]))
+    with pytest.raises(AssertionError, match="17 rows at once, more than 16"):
+        card.logits_of_rows(np.zeros(17, np.int64))

@@ -1,7 +1,7 @@
 """Random workloads through the engine: whatever runs beside it, a request gives what it gives alone.
 
-Over a table (`TableRunner`) and over the real runner with suspicious graphs, both of which read tokens back
-from the caches: memory that is wrong, shared or stale gives other scores.
+Over a table (`TableRunner`), and over the runners of the CPU and of a card with suspicious graphs. All read
+tokens back from the caches: memory that is wrong, shared or stale gives other scores.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from fake_card import fake_card
 from fake_graphs import fake_limits, fake_runner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,11 @@ from deepinfer.runtime.scheduler_config import EngineType, PreemptionMode, Sched
 from deepinfer.runtime.seeds import derived_seed
 from deepinfer.runtime.table_runner import TableRunner
 
-RUNNERS: dict[str, Callable[[Limits], StepRunner]] = {"table": TableRunner, "graphs": fake_runner}
+RUNNERS: dict[str, Callable[[Limits], StepRunner]] = {
+    "table": TableRunner,
+    "graphs": fake_runner,
+    "card": fake_card,
+}
 OPTIONS: list[dict] = [
     {"temperature": 0},
     {},
@@ -213,7 +218,8 @@ def test_prompts_in_one_engine_and_decoding_in_another_give_the_same(name: str) 
         RUNNERS[name](fake_limits(num_slots=3)), SchedulerConfig(engine_type=EngineType.COMPLETION)
     )
     params = [SamplingParams(max_tokens=1 + 6 * n, seed=n, logprobs=1, prompt_logprobs=1) for n in range(4)]
-    handed = [first.add_request(prompt_of(3 + 9 * n), own) for n, own in enumerate(params)]
+    lengths = (3, 16, 21, 32)  # two of them fill their blocks, so that the next token needs one more
+    handed = [first.add_request(prompt_of(lengths[n]), own) for n, own in enumerate(params)]
     run_all(first)
     assert_all_memory_is_free(first)
     assert first.counts["decode_steps"] == 0
@@ -223,7 +229,7 @@ def test_prompts_in_one_engine_and_decoding_in_another_give_the_same(name: str) 
     assert_all_memory_is_free(second)
     assert second.counts["prefill_steps"] == 0
     for n, (request, own) in enumerate(zip(results, params, strict=True)):
-        assert outcome(request) == outcome(alone(RUNNERS[name], prompt_of(3 + 9 * n), own))
+        assert outcome(request) == outcome(alone(RUNNERS[name], prompt_of(lengths[n]), own))
 
 
 def test_completion_engine_refuses_what_was_not_handed_on() -> None:

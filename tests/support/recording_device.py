@@ -2,7 +2,8 @@
 
 Work is done when somebody waits, as on a device; a host buffer that is written too early shows. While a
 step is watched, every call that makes new memory or reads a value on the host is a fault. So is a replay
-with a tensor at another address than its capture saw.
+with a tensor at another address than its capture saw. A replay spoils the results of all other graphs of its
+pool, as they may share memory.
 """
 
 import contextlib
@@ -24,11 +25,17 @@ class DeviceFault(AssertionError):
 
 @dataclass
 class RecordingDevice:
-    """See the module text. `log` holds what was queued; `fail_next` lets the next replay fail."""
+    """See the module text. `log` holds what was queued; `fail_next` lets the next replay fail.
+
+    `waits` counts how often the host found the work before its mark unfinished.
+    """
 
     log: list[str] = field(default_factory=list)
     fail_next: bool = False
+    waits: int = 0
     _queue: list[Callable[[], object]] = field(default_factory=list)
+    _marked: int = 0  # of the queue, from its front
+    _pools: dict[str, list["Captured"]] = field(default_factory=dict)
     _watch: "_Watch | None" = None
 
     def host_memory(self, size: int) -> Tensor:
@@ -46,16 +53,30 @@ class RecordingDevice:
     def select_rows(self, rows: Tensor, index: Tensor, target: Tensor) -> None:
         self._put("select", lambda: torch.index_select(rows, 0, index, out=target))
 
-    def capture(self, call: Callable[[], Sequence[Tensor]]) -> "Captured":
+    def capture(self, call: Callable[[], Sequence[Tensor]], pool: str) -> "Captured":
         self._refuse("captures a graph")
         self.wait()
         call()  # warm-up
-        return Captured(self, call, [output.clone() for output in call()])
+        members = self._pools.setdefault(pool, [])
+        members.append(Captured(self, call, [output.clone() for output in call()], members))
+        return members[-1]
+
+    def mark(self) -> None:
+        self._marked = len(self._queue)
+
+    def wait_for_mark(self) -> None:
+        if self._marked:
+            self.waits += 1
+            self._work(self._marked)
 
     def wait(self) -> None:
         """Do what is queued, as a host that reads a result lets the device do."""
+        self._work(len(self._queue))
+
+    def _work(self, count: int) -> None:
         with self._outside_of_watch():
-            while self._queue:
+            for _ in range(count):
+                self._marked = max(0, self._marked - 1)
                 self._queue.pop(0)()
 
     @contextlib.contextmanager
@@ -95,6 +116,7 @@ class Captured:
     device: RecordingDevice
     call: Callable[[], Sequence[Tensor]]
     outputs: Sequence[Tensor]
+    pool: list["Captured"]
 
     def replay(self) -> None:
         if self.device.fail_next:
@@ -103,7 +125,11 @@ class Captured:
         self.device._put("replay", self._run)
 
     def _run(self) -> None:
-        for static, value in zip(self.outputs, self.call(), strict=True):
+        values = self.call()
+        for other in self.pool:
+            for static in other.outputs:
+                static.fill_(77)
+        for static, value in zip(self.outputs, values, strict=True):
             static.copy_(value)
 
 
