@@ -164,7 +164,7 @@ def startup(artifact: Path, num_threads: int, repeats: int = 5) -> dict[str, Any
 
 def graphs(llm: LLM, repeats: int = 50) -> dict[str, Any]:
     """Seconds of every compiled graph by itself, over buffers as a step leaves them."""
-    runner, limits = llm._loaded.runner, llm.limits
+    runner, limits = llm._runner, llm.limits
     found = {}
     with _no_garbage_collection():
         for phase, buckets in ((PREFILL, limits.prefill_buckets), (DECODE, limits.decode_buckets)):
@@ -210,7 +210,7 @@ def _engine(llm: LLM, workload: Workload) -> Engine:
             action="lower input_len or output_len",
         )
     torch.set_num_threads(workload.num_threads or llm.num_threads)
-    runner = llm._loaded.runner
+    runner = llm._runner
     slots = min(workload.concurrency, llm._loaded.limits.num_slots - 1)
     runner.limits = replace(llm._loaded.limits, num_slots=slots + 1)
     return Engine(runner, SchedulerConfig(max_num_batched_tokens=workload.chunk_size))

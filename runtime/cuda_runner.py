@@ -13,7 +13,7 @@ that hidden rows outlive any number of calls of the head. A capture runs on padd
 live state. Results of a call are valid until the next one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +119,12 @@ class CudaModelRunner:
             self._device.mark()
         return self._logits_of(hidden, count)
 
+    def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
+        """Queues the graph of `phase` at `bucket` on its static inputs as they are now; its results."""
+        captured = self._step(phase, bucket).captured
+        captured.replay()
+        return captured.outputs
+
     def read_state(self, request: Request) -> CacheState:
         """What the caches hold of a request; waits for the device."""
         self._device.wait()
@@ -219,6 +225,12 @@ class HostLogits:
     def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
         """As StepRunner."""
         return self._read(self._runner.logits_of_rows(rows))
+
+    def replay(self, phase: str, bucket: int) -> Sequence[Tensor]:
+        """As CudaModelRunner; waits until it has run."""
+        outputs = self._runner.replay(phase, bucket)
+        self._device.wait()
+        return outputs
 
     def read_state(self, request: Request) -> CacheState:
         """As StepRunner."""

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from deepinfer.artifacts import TrustStore
-from deepinfer.errors import ArtifactMismatchError, RequestError, UsageError
+from deepinfer.errors import RequestError, UsageError
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.input_processor import InputProcessor
 from deepinfer.runtime.limits import Limits
@@ -28,6 +28,7 @@ from deepinfer.runtime.request import Request
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.runtime.scheduler_config import SchedulerConfig
 from deepinfer.runtime.scoring import Score, score_of
+from deepinfer.runtime.step_runner import step_runner
 from deepinfer.runtime.threads import WAIT_POLICY, checked_num_threads, waits_passively
 
 logger = logging.getLogger("deepinfer")
@@ -77,15 +78,8 @@ class LLM:
                 WAIT_POLICY,
             )
         self._loaded = load_artifact(artifact_dir, trust_store)
-        target = self._loaded.manifest.target
-        if target.device != "cpu":
-            raise ArtifactMismatchError(
-                f"built for {target.device} {target.arch}; this version generates on the CPU only",
-                where=str(artifact_dir),
-                action="deepinfer-diff compares it with the eager model",
-            )
-        runner, tokenizer = self._loaded.runner, self._loaded.tokenizer
-        runner.limits = _limited(runner.limits, max_num_seqs)
+        tokenizer = self._loaded.tokenizer
+        self._runner = runner = step_runner(self._loaded, _limited(self._loaded.limits, max_num_seqs))
         self._inputs = InputProcessor(tokenizer, self._loaded.chat, runner.limits.max_model_len)
         token_bytes = None if tokenizer is None else tokenizer.token_bytes
         self._engine = Engine(runner, scheduler_config, token_bytes=token_bytes)
