@@ -48,7 +48,7 @@ triton: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n $(WORKERS) --dist loadfile -m "not slow" \
 		-k "triton or cuda_target" tests/kernels
 	$(BIN)/pytest -q tests/kernels/test_cuda_target.py tests/kernels/test_cuda_gate.py \
-		tests/kernels/test_triton.py
+		tests/kernels/test_cuda_layouts.py tests/kernels/test_triton.py tests/build/test_gpu_kernels.py
 
 # Torch with CUDA in an environment of its own; neither a card nor a driver is needed.
 cross: $(CROSS)/.package
