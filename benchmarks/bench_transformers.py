@@ -32,6 +32,7 @@ REQUESTS = (1, 8)
 PREFILL = 512
 CONTEXT = 100
 MAX_MODEL_LEN = 1024
+TURN_SECONDS = 2.0  # of each: steps that follow each other, as in generation, not ones in the other's wake
 FLOORS = {1: 10.0, 8: 5.0}
 PREFILL_FLOOR = 2.0
 _SIZES = {
@@ -115,7 +116,7 @@ def _decode(loaded: LoadedArtifact, model: TransformersModel, requests: int, lab
     theirs()
     ours = Steps(loaded, requests)
     ours()
-    result = compare({"ours": ours, "transformers": theirs}, rounds=15)
+    result = compare({"ours": ours, "transformers": theirs}, rounds=7, min_seconds=TURN_SECONDS)
     return result.line(f"{label}: decode step of {requests}", "ours", "transformers", FLOORS[requests])
 
 

@@ -106,8 +106,8 @@ def in_units(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def table(lines: list[Line], threads: int) -> str:
-    """Aligned text, one row per line."""
+def table(lines: list[Line], threads: int, judged: bool = True) -> str:
+    """Aligned text, one row per line. Floors that are not judged are shown as such."""
     head = ("threads", "what", "ratio", "quartiles", "floor", "", "detail")
     rows = [head] + [
         (
@@ -116,7 +116,7 @@ def table(lines: list[Line], threads: int) -> str:
             f"{line.ratio:.2f}x",
             f"{line.low:.2f} - {line.high:.2f}",
             "" if line.floor is None else f"{line.floor:g}x",
-            "" if line.floor is None else ("MISSED" if line.missed else "ok"),
+            "" if line.floor is None else "not judged" if not judged else "MISSED" if line.missed else "ok",
             line.detail,
         )
         for line in lines

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "history.jsonl"
-QUIET_LOAD = 2.0  # a load above it says that others were using the machine
 _SAME = 0.05  # a change below this share is not worth a line
 
 Figures = Sequence[Mapping[str, Any]]

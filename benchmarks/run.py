@@ -1,6 +1,6 @@
 """Run every bench_*.py here and print the table: `make bench`, `make bench BENCH="--only AREA"`.
 
-Exit code 1 when a floor is missed.
+Exit code 1 when a floor is missed, 3 when none is but the machine was too busy to judge some.
 """
 
 import argparse
@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # not there by itself under PYTHONSAFEPATH
 
 import history  # noqa: E402
+import quiet  # noqa: E402
 from harness import Line, table  # noqa: E402
 
 
@@ -57,9 +58,14 @@ def markdown(figures: list[dict[str, Any]], load: float) -> str:
 def _ratio(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
-    missed = figure["floor"] is not None and not figure["ratio"] >= figure["floor"]
     text = f"{figure['ratio']:.2f} ({figure['low']:.2f} - {figure['high']:.2f})"
-    return f"**{text}, missed**" if missed else text
+    if figure["floor"] is not None and not figure["judged"]:
+        return f"{text}, not judged"
+    return f"**{text}, missed**" if _misses(figure) else text
+
+
+def _misses(figure: dict[str, Any]) -> bool:
+    return figure["floor"] is not None and figure["judged"] and not figure["ratio"] >= figure["floor"]
 
 
 def machine() -> str:
@@ -77,15 +83,29 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def _measured(area: str, threads: int) -> list[dict[str, Any]]:
+    """The figures of an area, printed. They are judged if the machine was quiet right before."""
+    idle = quiet.idle_share()
+    judged = idle >= quiet.LEAST_IDLE
+    torch.set_num_threads(threads)
+    lines: list[Line] = importlib.import_module(f"bench_{area}").run(threads)
+    note = "" if judged else f" (not judged: {idle:.0%} of the processors idle before)"
+    print(f"\n{area}{note}\n{table(lines, threads, judged)}", flush=True)
+    return [
+        {"area": area, "threads": threads, "judged": judged, **dataclasses.asdict(line)} for line in lines
+    ]
+
+
 def _remember(figures: list[dict[str, Any]], load: float, path: Path) -> None:
-    """Prints what moved, and adds the run if the machine was quiet when it began."""
-    run = history.entry(figures, machine(), load, commit())
+    """Prints what moved, and adds what was measured on a quiet machine."""
+    kept = [figure for figure in figures if figure["judged"]]
+    run = history.entry(kept, machine(), load, commit())
     for line in history.changes(run, history.read(path)):
         print(f"changed  {line}")
-    if load <= history.QUIET_LOAD:
+    if kept:
         history.append(run, path)
-    else:
-        print(f"not kept in {path.name}: a load of {load:.1f} before the first measurement")
+    if len(kept) < len(figures):
+        print(f"not kept in {path.name}: {len(figures) - len(kept)} figures of a busy machine")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,27 +125,25 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     native.load_host_library()
-    figures, missed = [], 0
+    figures: list[dict[str, Any]] = []
     load_before = os.getloadavg()[0]  # of others: our own work comes on top
     before = torch.get_num_threads()
     try:
         for area in options.only or areas():
             for threads in (int(count) for count in options.threads.split(",")):
-                torch.set_num_threads(threads)
-                lines: list[Line] = importlib.import_module(f"bench_{area}").run(threads)
-                print(f"\n{area}\n{table(lines, threads)}", flush=True)
-                missed += sum(line.missed for line in lines)
-                figures += [{"area": area, "threads": threads, **dataclasses.asdict(line)} for line in lines]
+                figures += _measured(area, threads)
     finally:
         torch.set_num_threads(before)
     load = os.getloadavg()[0]
     _remember(figures, load_before, options.history)
-    print(f"\n{missed} of {sum(f['floor'] is not None for f in figures)} floors missed; load {load:.1f}")
+    floors = [figure for figure in figures if figure["floor"] is not None]
+    missed, open_ones = sum(map(_misses, floors)), sum(not figure["judged"] for figure in floors)
+    print(f"\n{missed} of {len(floors)} floors missed, {open_ones} not judged; load {load:.1f}")
     if options.json:
         options.json.write_text(json.dumps({"load": load, "lines": figures}, indent=1) + "\n")
     if options.markdown:
         options.markdown.write_text(markdown(figures, load))
-    return 1 if missed else 0
+    return 1 if missed else 3 if open_ones else 0
 
 
 if __name__ == "__main__":
