@@ -1,9 +1,13 @@
 """A decode step of the engine against the graphs it replays: what all that is not a graph costs.
 
 The trained small model; the graphs alone are the step graph and the head over the buffers of the step before.
-Over a thousand steps of mixed shapes nothing may be compiled: that is counted, and said in the last line.
+Over a thousand steps of mixed shapes nothing may be compiled, imported, started or cloned: the last line
+counts.
 """
 
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,23 +18,25 @@ from harness import Line, compare
 
 from deepinfer.compile import compile_model
 from deepinfer.runtime.engine import Engine
-from deepinfer.runtime.loader import CompilerWatch, LoadedArtifact, load_artifact
+from deepinfer.runtime.loader import LoadedArtifact, load_artifact
 from deepinfer.runtime.sampling_params import SamplingParams
 from deepinfer.settings import CompileConfig
 
 REQUESTS = (1, 8, 64)
 CONTEXT = 100
 MAX_MODEL_LEN = 1024
+MIXED_STEPS = 1000
 MAX_RATIO = {8: 1.10}  # of the engine's step to the graphs
 
 
 def run(threads: int) -> list[Line]:
     """The lines of this area."""
     with tempfile.TemporaryDirectory(prefix="deepinfer-bench-") as folder:
-        loaded = _built(Path(folder) / "artifact")
+        artifact = Path(folder) / "artifact"
+        loaded = _built(artifact)
         torch.set_num_threads(threads)  # loading sets its own
         lines = [_against_graphs(loaded, requests) for requests in REQUESTS]
-        return [*lines, _nothing_is_compiled(loaded)]
+        return [*lines, _nothing_is_compiled(artifact, threads)]
 
 
 def _built(target: Path) -> LoadedArtifact:
@@ -86,20 +92,12 @@ def _against_graphs(loaded: LoadedArtifact, requests: int) -> Line:
     return Line(line.name, line.ratio, line.low, line.high, line.floor, detail)
 
 
-def _nothing_is_compiled(loaded: LoadedArtifact) -> Line:
-    """A ratio of 1 if a thousand steps of mixed shapes compiled nothing and started nothing, else 0."""
-    engine, watch = Engine(loaded.runner), CompilerWatch()
-    numbers = np.random.default_rng(1)
-    steps = 0
-    while steps < 1000:
-        if len(engine.scheduler.waiting) < 4:
-            length, count = (int(number) for number in numbers.integers(1, 200, 2))
-            params = SamplingParams(max_tokens=count, temperature=count % 2, seed=count, ignore_eos=True)
-            engine.add_request(numbers.integers(3, 500, length).tolist(), params)
-        engine.step()
-        steps += 1
-    counts = watch.counts()
-    engine.abort_all()
+def _nothing_is_compiled(artifact: Path, threads: int) -> Line:
+    """A ratio of 1 if a thousand steps, in a fresh process, did nothing that they must not; else 0."""
+    script = Path(__file__).with_name("step_watch.py")
+    command = [sys.executable, "-P", str(script), str(artifact), str(threads), str(MIXED_STEPS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    counts = json.loads(done.stdout.splitlines()[-1])
     clean = float(not any(counts.values()))
-    detail = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return Line("1,000 steps of mixed shapes compile nothing", clean, clean, clean, 1.0, detail)
+    detail = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return Line(f"{MIXED_STEPS:,} steps of mixed shapes compile nothing", clean, clean, clean, 1.0, detail)
