@@ -98,8 +98,8 @@ def compile_kernels(
         raise SettingsError(
             "the CPU has no kernels of this kind", where="compile.target", action="name a graphics card"
         )
-    compilers = _compilers()
     _, config = read_model_config(Path(model))
+    compilers = _compilers()
     options, layout = resolve_sizes(options, config)
     assert options.max_model_len is not None
     with ArtifactWriter(Path(out_dir), force=force) as writer:
@@ -210,7 +210,7 @@ def _compile(calls: list[CallSignature], architecture: str, progress: Progress) 
     launches: dict[tuple[object, ...], tuple[CallSignature, Any, bool]] = {}
     for call in calls:
         chosen = language_of(call, architecture) == "triton"
-        for launch in triton.op_launches(call):
+        for launch in _launches(triton, call):
             launches.setdefault((launch.name, tuple(triton.form_of(launch).items())), (call, launch, chosen))
     progress.start("kernels", len(launches))
     found: list[_Files] = []
@@ -238,6 +238,18 @@ def _compile(calls: list[CallSignature], architecture: str, progress: Progress) 
     if any(language_of(call, architecture) == "cuda" for call in calls):
         found += _gate(architecture)
     return found
+
+
+def _launches(triton: Any, call: CallSignature) -> Any:
+    """What `call` starts; UsageError says what of the config it needs if no kernel takes that form."""
+    try:
+        return triton.op_launches(call)
+    except UsageError as error:
+        raise UsageError(
+            f"the config calls {call.op.name} in a form without a Triton kernel: {error.what}",
+            where=error.where,
+            action="change that in the config (quantization_config for weights), or build for the CPU",
+        ) from error
 
 
 def _gate(architecture: str) -> list[_Files]:

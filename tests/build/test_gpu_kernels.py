@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_dirs import release_config
+from v4_checkpoint import quantised_config
 
 from deepinfer import gpu_kernels
 from deepinfer.artifacts import TrustStore, open_artifact, read_report, render
@@ -31,6 +32,8 @@ from deepinfer.settings import CompileConfig
 pytest.importorskip("triton")
 compiles = pytest.mark.skipif(not nvrtc.is_available(), reason="needs nvidia-cuda-nvrtc")
 CARD = CompileConfig(target="cuda:sm_90")
+V4_TINY = Path(__file__).parents[1] / "golden_data" / "v4-tiny"
+V41_TINY = Path(__file__).parents[2] / "examples" / "v41-tiny"
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +147,34 @@ def test_without_triton_the_package_to_install_is_named(config_file, tmp_path, m
         compile_kernels(config_file, tmp_path / "k.di", CARD)
 
 
+def test_without_nvrtc_the_package_to_install_is_named(config_file, tmp_path, monkeypatch):
+    def missing() -> str:
+        raise UsageError("no NVRTC", where="nvrtc", action="pip install nvidia-cuda-nvrtc")
+
+    monkeypatch.setattr(gpu_kernels, "compiler_version", missing)
+    with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
+        compile_kernels(config_file, tmp_path / "k.di", CARD)
+    assert not (tmp_path / "k.di").exists()
+    with pytest.raises(UsageError, match="does not exist"):  # the model is read before compilers are sought
+        compile_kernels(tmp_path / "none", tmp_path / "k.di", CARD)
+
+
+@compiles
+def test_weights_without_quantisation_are_refused_with_the_field_that_they_need(tmp_path):
+    with pytest.raises(UsageError, match="linear_fp8 in a form without a Triton kernel.*quantization_config"):
+        compile_kernels(V4_TINY, tmp_path / "k.di", CARD)
+    assert not (tmp_path / "k.di").exists()
+
+
+def test_a_plan_is_of_the_cpu_alone_and_makes_no_kernels(config_file, capsys):
+    assert compile_main([str(config_file), "--plan", "--target", "cuda:sm_90"]) == 2
+    assert "compile.target: a plan is of the CPU's layouts, not of cuda:sm_90 (use cpu)" in (
+        capsys.readouterr().err
+    )
+    assert compile_main([str(config_file), "--plan", "--kernels", "--target", "cuda:sm_90"]) == 2
+    assert "--kernels makes no graphs: leave out --plan" in capsys.readouterr().err
+
+
 def test_the_calls_of_a_model_are_those_of_its_steps_and_of_sampling():
     calls = model_calls(
         parse_config(release_config()), CompileConfig(target="cuda:sm_90", max_model_len=65536)
@@ -165,3 +196,24 @@ def test_the_released_model_becomes_machine_code_without_spills(config_file, tmp
     facts = json.loads(capsys.readouterr().out)
     assert facts["executed"] is False and len(facts["kernels"]) > 60
     assert [entry["kernel"] for entry in facts["kernels"] if entry["spill_bytes"]] == []
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:sm_90", "cuda:sm_100"])
+@pytest.mark.parametrize("model", ["float32", "deepseek_v4"])
+def test_other_precisions_and_generations_become_machine_code(model, target, tmp_path):
+    folder, options = V41_TINY, CompileConfig(target=target, precision="float32")
+    if model == "deepseek_v4":
+        folder, options = tmp_path / "v4", CompileConfig(target=target)
+        folder.mkdir()
+        config = quantised_config(json.loads((V4_TINY / "config.json").read_text()))
+        (folder / "config.json").write_text(json.dumps(config))
+    result = compile_kernels(folder, tmp_path / "k.di", options, trust_store=TrustStore(tmp_path / "trust"))
+    named = {entry.op for entry in result.table.kernels}
+    own = {"moe_hash_gate", "compress_biased", "hadamard"}
+    assert named >= {"sparse_attention", "sample"} and own & named == (
+        own if model == "deepseek_v4" else set()
+    )
+    for entry in result.table.kernels:
+        assert (tmp_path / "k.di" / "native" / f"{entry.files}.cubin").read_bytes()[:4] == b"\x7fELF"
