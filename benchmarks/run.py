@@ -41,7 +41,8 @@ def markdown(figures: list[dict[str, Any]], load: float) -> str:
         "# Figures",
         "",
         f"`make bench` on {machine()}; load {load:.1f}.",
-        "How many times faster the first time is than the second: median and quartiles of paired rounds.",
+        "How many times faster the first time is than the second: median and quartiles of paired rounds. A floor",
+        "is missed if the ratio of the shortest times misses it too.",
         "The times are those of the most threads.",
         "",
         "| " + " | ".join(head) + " |",
@@ -59,13 +60,13 @@ def _ratio(figure: dict[str, Any] | None) -> str:
     if figure is None:
         return ""
     text = f"{figure['ratio']:.2f} ({figure['low']:.2f} - {figure['high']:.2f})"
-    if figure["floor"] is not None and not figure["judged"]:
+    if figure["floor"] is None:
+        return text
+    if not figure["judged"]:
         return f"{text}, not judged"
-    return f"**{text}, missed**" if _misses(figure) else text
-
-
-def _misses(figure: dict[str, Any]) -> bool:
-    return figure["floor"] is not None and figure["judged"] and not figure["ratio"] >= figure["floor"]
+    if figure["missed"]:
+        return f"**{text}, missed**"
+    return text if figure["ratio"] >= figure["floor"] else f"{text}, shortest {figure['best']:.2f}"
 
 
 def machine() -> str:
@@ -92,7 +93,14 @@ def _measured(area: str, threads: int) -> list[dict[str, Any]]:
     note = "" if judged else f" (not judged: {idle:.0%} of the processors idle before)"
     print(f"\n{area}{note}\n{table(lines, threads, judged)}", flush=True)
     return [
-        {"area": area, "threads": threads, "judged": judged, **dataclasses.asdict(line)} for line in lines
+        {
+            "area": area,
+            "threads": threads,
+            "judged": judged,
+            "missed": judged and line.missed,
+            **dataclasses.asdict(line),
+        }
+        for line in lines
     ]
 
 
@@ -137,7 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
     load = os.getloadavg()[0]
     _remember(figures, load_before, options.history)
     floors = [figure for figure in figures if figure["floor"] is not None]
-    missed, open_ones = sum(map(_misses, floors)), sum(not figure["judged"] for figure in floors)
+    missed, open_ones = (
+        sum(figure["missed"] for figure in floors),
+        sum(not figure["judged"] for figure in floors),
+    )
     print(f"\n{missed} of {len(floors)} floors missed, {open_ones} not judged; load {load:.1f}")
     if options.json:
         options.json.write_text(json.dumps({"load": load, "lines": figures}, indent=1) + "\n")

@@ -128,3 +128,17 @@ def test_garbage_collection_comes_back_after_a_failure() -> None:
     with pytest.raises(ValueError, match="on purpose"):
         compare({"failing": failing}, rounds=9, clock=lambda: float(next(ticks)))
     assert gc.isenabled()
+
+
+def test_a_floor_is_missed_only_if_the_shortest_times_miss_it_too() -> None:
+    assert Line("a", 0.9, 0.8, 1.0, floor=1.0).missed
+    assert Line("a", 0.9, 0.8, 1.0, floor=1.0, best=0.95).missed
+    assert not Line("a", 0.9, 0.8, 1.0, floor=1.0, best=1.0).missed
+    assert not Line("a", 1.0, 0.8, 1.0, floor=1.0, best=0.9).missed
+    assert Line("a", float("nan"), 0.8, 1.0, floor=1.0).missed
+
+
+def test_the_shortest_times_are_those_of_any_round() -> None:
+    rounds = {"ours": [2.0, 1.0, 4.0], "theirs": [9.0, 8.0, 4.0]}
+    line = harness.Comparison(rounds).line("a", "ours", "theirs", floor=4.0)
+    assert (line.ratio, line.best, line.missed) == (4.5, 4.0, False)

@@ -39,6 +39,11 @@ def test_a_missed_floor_fails_on_a_quiet_machine(bench, capsys, tmp_path) -> Non
     assert "| bad | **1.00 (0.90 - 1.10), missed** |" in (tmp_path / "figures.md").read_text()
 
 
+def test_a_floor_that_only_the_shortest_times_reach_is_kept_and_shown(bench, tmp_path) -> None:
+    assert bench(1.0, Line("near", 1.4, 1.3, 1.6, 1.5, "", 1.55))[0] == 0
+    assert "| near | 1.40 (1.30 - 1.60), shortest 1.55 |" in (tmp_path / "figures.md").read_text()
+
+
 def test_floors_that_hold_are_a_success(bench) -> None:
     assert bench(1.0, GOOD, PLAIN)[0] == 0
 
