@@ -84,7 +84,7 @@ def _against_graphs(loaded: LoadedArtifact, requests: int) -> Line:
         runner.replay("decode", requests)
         runner.logits_of_rows(rows)
 
-    result = compare({"engine": steps, "graphs": graphs}, rounds=15, min_seconds=0.2)
+    result = compare({"engine": steps, "graphs": graphs}, rounds=41, min_seconds=0.05)
     extra = (result.seconds("engine").median - result.seconds("graphs").median) * 1e6
     most = MAX_RATIO.get(requests)
     label = f"engine step, trained, {requests} requests: to its graphs"

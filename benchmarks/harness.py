@@ -1,8 +1,8 @@
 """Times contenders against each other: they take turns in one process, and the ratio per round counts.
 
 A slow moment of the machine then hits neighbours of one round alike and leaves their ratio alone. Calls that
-are short against the clock are batched. What is shown are medians and quartiles: no best of, no mean. A floor is
-missed if the median misses it and so does the ratio of the shortest times, which others disturb the least.
+are short against the clock are batched. What is shown are medians and quartiles: no best of, no mean. A floor
+is missed if the median misses it and so does the ratio of the shortest times, which others disturb the least.
 
 A file `bench_AREA.py` offers `run(threads: int) -> list[Line]`; `make bench` runs all of them.
 The folder is on the path: `from harness import Line, compare`.
