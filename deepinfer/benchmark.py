@@ -41,7 +41,9 @@ loaded = time.perf_counter()
 llm.generate([[3, 4, 5]], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
 first = time.perf_counter()
 import json
+status = open("/proc/self/status").read().split()
 print(json.dumps({
+    "peak": int(status[status.index("VmHWM:") + 1]) * 1024,
     "import torch": imported - start,
     "other imports, open and load": loaded - imported,
     "first token": first - loaded,
@@ -152,13 +154,14 @@ def startup(artifact: Path, num_threads: int, repeats: int = 5) -> dict[str, Any
         found["interpreter"] = totals[-1] - inside
         parts.append(found)
     parts, totals = parts[1:], totals[1:]  # the first finds cold file caches
-    names = [name for name in parts[0] if name != "parts"]
+    names = [name for name in parts[0] if name not in ("parts", "peak")]
     return {
         "seconds": asdict(summarize(totals)),
         "parts_seconds": {name: statistics.median(part[name] for part in parts) for name in names},
         "load_seconds": {
             name: statistics.median(part["parts"][name] for part in parts) for name in parts[0]["parts"]
         },
+        "peak_memory_bytes": max(part["peak"] for part in parts),
     }
 
 
@@ -192,8 +195,25 @@ def sweep(workload: Workload, name: str, values: Iterable[int]) -> list[Workload
     """The same workload with one setting varied. Raises UsageError for a setting that there is not."""
     known = asdict(workload)
     if name not in known:
-        raise UsageError(f"{name!r} cannot be varied", where="--vary", action=f"one of {', '.join(known)}")
+        raise UsageError(
+            f"{_flag(name)!r} cannot be varied",
+            where="--vary",
+            action=f"one of {', '.join(map(_flag, known))}",
+        )
     return [replace(workload, **{name: value}) for value in values]
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process has had resident so far; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _engine(llm: LLM, workload: Workload) -> Engine:
@@ -201,13 +221,13 @@ def _engine(llm: LLM, workload: Workload) -> Engine:
     limits = llm.limits
     for name, value in asdict(workload).items():
         if value is not None and value < 1:
-            raise UsageError(f"{value} is below 1", where=name)
+            raise UsageError(f"{value} is below 1", where=f"--{_flag(name)}")
     if workload.input_len + workload.output_len > limits.max_model_len:
         raise UsageError(
             f"{workload.input_len} and {workload.output_len} tokens exceed the artifact's "
             f"{limits.max_model_len}",
-            where="input_len",
-            action="lower input_len or output_len",
+            where="--input-len",
+            action="lower --input-len or --output-len",
         )
     torch.set_num_threads(workload.num_threads or llm.num_threads)
     runner = llm._runner

@@ -75,6 +75,11 @@ def graphs_text(found: Mapping[str, Any]) -> str:
     return table(["graph", "ms"], [[name, _spread(seconds)] for name, seconds in found["seconds"].items()])
 
 
+def memory_text(peak_bytes: int | None) -> str:
+    """The peak of a process as a line."""
+    return f"peak memory: {'unknown' if peak_bytes is None else f'{peak_bytes / 2**20:.0f} MiB'}"
+
+
 def plot_latency(points: Sequence[Mapping[str, Any]], varied: str, path: Path) -> None:
     """Two pictures in one file: times against what was varied, and the parts of a step stacked."""
     pyplot = _pyplot()

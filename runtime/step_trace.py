@@ -14,6 +14,8 @@ from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.request import Batch
 
 SCHEDULER, GRAPH, SAMPLING = "scheduler", "graph", "sampling"
+# of a runner of captured graphs, which fills, replays and waits in one
+_RUN = (GRAPH, "step graph", "runner", "run")
 # what is watched: lane, name of the part, attribute of the engine that has it, its method
 _PARTS = (
     (SCHEDULER, "schedule", "scheduler", "schedule"),
@@ -44,9 +46,12 @@ class StepTrace:
         self.num_steps = 0
         self._engine, self._clock = engine, clock
         self._batch: Batch | None = None
+        self._parts = [part for part in _PARTS if hasattr(getattr(engine, part[2]), part[3])]
+        if not hasattr(engine.runner, "fill_step"):
+            self._parts = [_RUN if part[1] == "step graph" else part for part in self._parts]
 
     def __enter__(self) -> "StepTrace":
-        for lane, name, owner_name, method in _PARTS:
+        for lane, name, owner_name, method in self._parts:
             owner = getattr(self._engine, owner_name)
             setattr(owner, method, self._watched(getattr(owner, method), lane, name))
         self._engine.step = self._step(self._engine.step)  # type: ignore[method-assign]
@@ -55,7 +60,7 @@ class StepTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, _, owner_name, method in _PARTS:
+        for _, _, owner_name, method in self._parts:
             delattr(getattr(self._engine, owner_name), method)  # what is left is the class's own
         del self._engine.step  # type: ignore[method-assign]
 

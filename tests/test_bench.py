@@ -80,7 +80,7 @@ def test_a_sweep_varies_one_setting() -> None:
     base = Workload(concurrency=2, input_len=7)
     assert [point.output_len for point in sweep(base, "output_len", [1, 9])] == [1, 9]
     assert all(point.input_len == 7 for point in sweep(base, "output_len", [1, 9]))
-    with pytest.raises(UsageError, match="'drafts' cannot be varied"):
+    with pytest.raises(UsageError, match="'drafts' cannot be varied.*input-len, output-len"):
         sweep(base, "drafts", [1])
 
 
@@ -95,6 +95,7 @@ def test_files_of_a_measurement_open(
     assert json.loads(figures.read_text()) == found
     assert [point["workload"]["input_len"] for point in found["points"]] == [4, 20]
     text = tables.read_text()
+    assert 2**20 < found["peak_memory_bytes"] < 2**36 and "peak memory: " in text
     assert text.startswith("# latency") and "TTFT ms" in text and "| 20 " in text
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
 
@@ -113,6 +114,7 @@ def test_a_picture_is_written(
 
 def test_a_fresh_process_is_measured(float32_artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(capsys, "startup", float32_artifact, "--repeats", 1, "--num-threads", 1)
+    assert 2**20 < found["peak_memory_bytes"] < 2**36
     parts = found["parts_seconds"]
     assert set(parts) == {"import torch", "other imports, open and load", "first token", "interpreter"}
     assert sum(parts.values()) == pytest.approx(found["seconds"]["median"], rel=0.02)
@@ -123,7 +125,7 @@ def test_a_fresh_process_is_measured(float32_artifact: Path, capsys: pytest.Capt
     ("arguments", "fault"),
     [
         (["latency", "--input-len", "100000"], "exceed"),
-        (["latency", "--output-len", "0"], "below 1"),
+        (["latency", "--output-len", "0"], "--output-len: 0 is below 1"),
         (["latency", "--repeats", "0"], "--repeats"),
         (["latency", "--vary", "speed=1"], "cannot be varied"),
         (["latency", "--vary", "input-len"], "NAME=N"),

@@ -155,7 +155,11 @@ def _report() -> Any:
 
 
 def _print(options: argparse.Namespace, figures: dict[str, Any], text: str) -> int:
-    figures = {"kind": options.kind, **figures}
+    from deepinfer.benchmark import peak_memory_bytes
+
+    # of this process, unless the figures are those of others
+    figures = {"kind": options.kind, "peak_memory_bytes": peak_memory_bytes(), **figures}
+    text = f"{text}\n\n{_report().memory_text(figures['peak_memory_bytes'])}"
     if options.output_json is not None:
         write_report(options.output_json, to_json(figures, indent=1) + "\n")
     if options.output_markdown is not None:

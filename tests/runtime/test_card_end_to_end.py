@@ -14,6 +14,7 @@ import torch
 from end_to_end import PROMPTS, Recorder, greedy, make_prompt
 from recording_device import RecordingDevice, Watched
 
+from deepinfer import benchmark
 from deepinfer.artifacts import Target
 from deepinfer.errors import ResourceError, UsageError
 from deepinfer.runtime import llm as llm_module
@@ -115,6 +116,15 @@ def test_a_graph_alone_gives_what_it_gives_on_the_cpu(card: LLM, cpu: LLM) -> No
     bucket = cpu.limits.decode_buckets[0]
     got, expected = (llm._runner.replay("decode", bucket)[0] for llm in (card, cpu))
     np.testing.assert_array_equal(got[0].numpy(), expected[0].numpy())
+
+
+def test_a_run_is_measured_and_traced(card: LLM) -> None:
+    """As `deepinfer bench` does; a step on a card is one part, as nothing within it is waited for."""
+    found = benchmark.latency(card, benchmark.Workload(concurrency=2, input_len=20, output_len=3), repeats=1)
+    assert found["seconds"]["itl"]["count"] == 2 * 2
+    assert found["step_seconds"]["step graph"] > 0 and found["step_seconds"]["fill"] == 0
+    assert "run" not in vars(card._runner)
+    assert set(benchmark.graphs(card, repeats=1)["seconds"]) >= {"decode-4", "prefill-16"}
 
 
 def test_a_card_that_is_too_small_is_an_error_with_advice(
