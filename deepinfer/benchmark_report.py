@@ -80,26 +80,34 @@ def memory_text(peak_bytes: int | None) -> str:
     return f"peak memory: {'unknown' if peak_bytes is None else f'{peak_bytes / 2**20:.0f} MiB'}"
 
 
-def plot_latency(points: Sequence[Mapping[str, Any]], varied: str, path: Path) -> None:
-    """Two pictures in one file: times against what was varied, and the parts of a step stacked."""
+def plot_latency(sweeps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path: Path) -> None:
+    """Two pictures per sweep: times against what was varied, and the parts of a step stacked."""
     pyplot = _pyplot()
+    figure, rows = pyplot.subplots(
+        len(sweeps), 2, figsize=(11, 4.5 * len(sweeps)), layout="constrained", squeeze=False
+    )
+    for (varied, points), (left, right) in zip(sweeps, rows, strict=True):
+        _plot_sweep(left, right, varied, points)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _plot_sweep(left: Any, right: Any, varied: str, points: Sequence[Mapping[str, Any]]) -> None:
     labels = [str(point["workload"][varied]) for point in points]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    name = varied.replace("_", "-")
     for kind in ("ttft", "itl", "tpot", "e2e"):
         values = [point["seconds"].get(kind) for point in points]
         if all(values):
             left.plot(labels, [value["median"] * 1e3 for value in values], marker="o", label=kind.upper())
-    left.set(xlabel=varied, ylabel="median, ms", yscale="log", title="latency")
+    left.set(xlabel=name, ylabel="median, ms", yscale="log", title="latency")
     left.legend()
     bottom = [0.0] * len(points)
-    for name in _PARTS:
-        heights = [max(point["step_seconds"].get(name, 0.0), 0.0) * 1e3 for point in points]
-        right.bar(labels, heights, bottom=bottom, label=name)
+    for part in _PARTS:
+        heights = [max(point["step_seconds"].get(part, 0.0), 0.0) * 1e3 for point in points]
+        right.bar(labels, heights, bottom=bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    right.set(xlabel=varied, ylabel="mean, ms", title="parts of a step")
-    right.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    right.set(xlabel=name, ylabel="mean, ms", title="parts of a step")
+    right.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _spread(summary: Mapping[str, Any] | None) -> str:

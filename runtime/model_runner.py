@@ -159,10 +159,14 @@ class CpuModelRunner:
         self.fill_step(batch)
         self._prepare_caches(batch)
         self._last_hidden = self.replay(batch.phase, batch.bucket)[0]
+        return self.logits_of_batch(batch)
+
+    def logits_of_batch(self, batch: Batch) -> Tensor:
+        """float32 logits [len(batch.sampled_requests), vocab] of the batch that ran last."""
         if batch.phase == DECODE and len(batch.rows) == batch.bucket in self.limits.logits_buckets:
             logits: Tensor = self._graphs[f"{LOGITS}-{batch.bucket}"].run([self._last_hidden])[0]
             return logits  # every row, read where the step left it
-        return self.logits_of_rows(sampled_rows(batch))
+        return self._logits_of(self._last_hidden, sampled_rows(batch))
 
     def logits_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
         """float32 logits [len(rows), vocab] of rows of the last batch; valid until the next call."""

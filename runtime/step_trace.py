@@ -21,7 +21,8 @@ _PARTS = (
     (SCHEDULER, "schedule", "scheduler", "schedule"),
     (SCHEDULER, "fill", "runner", "fill_step"),
     (GRAPH, "step graph", "runner", "replay"),
-    (GRAPH, "head", "runner", "logits_of_rows"),
+    (GRAPH, "head", "runner", "logits_of_batch"),
+    (GRAPH, "head", "runner", "logits_of_rows"),  # of prompts that are scored
     (SAMPLING, "sample", "sampler", "sample"),
     (SCHEDULER, "commit", "scheduler", "commit"),
 )
@@ -71,7 +72,7 @@ class StepTrace:
             by_step = found[span.name]
             by_step[span.step] = by_step.get(span.step, 0.0) + span.seconds
         total = found.pop("step", {})
-        names = [name for _, name, _, _ in _PARTS]
+        names = dict.fromkeys(name for _, name, _, _ in _PARTS)
         parts = {name: [found[name].get(step, 0.0) for step in total] for name in names}
         parts["other"] = [
             seconds - sum(found[name].get(step, 0.0) for name in names) for step, seconds in total.items()

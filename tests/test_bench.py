@@ -58,6 +58,15 @@ def test_the_engine_is_untouched_after_a_trace(llm: LLM) -> None:
         assert all(span["ts"] + span["dur"] <= step["ts"] + step["dur"] + 0.01 for span in inside)
 
 
+@pytest.mark.parametrize("concurrency", [3, 4])
+def test_the_head_is_a_part_of_its_own(llm: LLM, concurrency: int) -> None:
+    """Also in a step that fills its bucket, whose head reads the step's rows where they are."""
+    events = benchmark.trace(llm, Workload(concurrency=concurrency, input_len=5, output_len=3))
+    spans = [event for event in events if event["ph"] == "X"]
+    steps = [span["args"]["step"] for span in spans if span["name"] == "step"]
+    assert [span["args"]["step"] for span in spans if span["name"] == "head"] == steps
+
+
 def test_throughput_counts_all_requests(llm: LLM) -> None:
     found = benchmark.throughput(llm, Workload(concurrency=2, input_len=8, output_len=4), 5, repeats=2)
     rates = found["per_second"]
@@ -98,6 +107,28 @@ def test_files_of_a_measurement_open(
     assert 2**20 < found["peak_memory_bytes"] < 2**36 and "peak memory: " in text
     assert text.startswith("# latency") and "TTFT ms" in text and "| 20 " in text
     assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
+
+
+def test_several_sweeps_vary_one_setting_each(
+    float32_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture, tables = tmp_path / "p.png", tmp_path / "t.md"
+    found = bench(
+        capsys, "latency", float32_artifact, "--vary", "input-len=4,20", "--vary", "chunk-size=8", "--vary",
+        "num-threads=1,2", "--output-len", 3, "--repeats", 1, "--plot", picture, "--output-markdown", tables,
+    )  # fmt: skip
+    sweeps = {sweep["varied"]: [point["workload"] for point in sweep["points"]] for sweep in found["sweeps"]}
+    assert {name: [workload[name] for workload in found] for name, found in sweeps.items()} == {
+        "input_len": [4, 20],
+        "chunk_size": [8],
+        "num_threads": [1, 2],
+    }
+    fixed = {"concurrency": 1, "input_len": 64, "output_len": 3, "chunk_size": None, "num_threads": None}
+    for name, workloads in sweeps.items():
+        assert all(workload | {name: None} == fixed | {name: None} for workload in workloads)
+    assert tables.read_text().count("TTFT ms") == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_is_written(

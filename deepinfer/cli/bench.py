@@ -48,7 +48,10 @@ def add_parser(commands: "argparse._SubParsersAction[StrictParser]") -> None:
         "--num-requests", metavar="N", type=int, help="throughput: requests in all (4 per place)"
     )
     parser.add_argument(
-        "--vary", metavar="NAME=N,...", help="vary one of the above (or num-threads), keep the rest fixed"
+        "--vary",
+        metavar="NAME=N,...",
+        action="append",
+        help="vary one of the above (or num-threads), keep the rest fixed; repeatable, one after the other",
     )
     parser.add_argument(
         "--repeats", metavar="N", type=int, default=5, help="measured runs after a warm-up (5)"
@@ -90,23 +93,29 @@ def run(options: argparse.Namespace) -> int:
     if options.kind == "kernels":
         figures = benchmark.graphs(llm)
         return _print(options, {**_manifest(llm), **figures}, _report().graphs_text(figures))
-    varied, workloads = _workloads(options)
+    sweeps = _sweeps(options)
     measure, text = _measurement(options, llm)
     with progress_for(options) as progress:
-        points = []
-        progress.start(options.kind, len(workloads))
-        for workload in workloads:
-            points.append(measure(workload))
-            progress.advance(f"{varied}={getattr(workload, varied)}")
+        measured: list[tuple[str, list[dict[str, Any]]]] = []
+        progress.start(options.kind, sum(len(workloads) for _, workloads in sweeps))
+        for varied, workloads in sweeps:
+            points: list[dict[str, Any]] = []
+            measured.append((varied, points))
+            for workload in workloads:
+                points.append(measure(workload))
+                progress.advance(f"{varied}={getattr(workload, varied)}")
     if options.trace is not None:
-        write_report(options.trace, json.dumps({"traceEvents": benchmark.trace(llm, workloads[-1])}))
+        write_report(options.trace, json.dumps({"traceEvents": benchmark.trace(llm, sweeps[-1][1][-1])}))
     if options.plot is not None:
-        _report().plot_latency(points, varied, options.plot)
-    return _print(options, {**_manifest(llm), "varied": varied, "points": points}, text(points, varied))
+        _report().plot_latency(measured, options.plot)
+    found = [{"varied": varied, "points": points} for varied, points in measured]
+    tables = "\n\n".join(text(points, varied) for varied, points in measured)
+    figures = {**_manifest(llm), **(found[0] if len(found) == 1 else {"sweeps": found})}
+    return _print(options, figures, tables)
 
 
-def _workloads(options: argparse.Namespace) -> tuple[str, "list[Workload]"]:
-    """What is varied, and one workload per value."""
+def _sweeps(options: argparse.Namespace) -> list[tuple[str, "list[Workload]"]]:
+    """What is varied, one after the other, and one workload per value."""
     from deepinfer.benchmark import Workload, sweep
 
     base = Workload(
@@ -116,16 +125,19 @@ def _workloads(options: argparse.Namespace) -> tuple[str, "list[Workload]"]:
         chunk_size=options.chunk_size,
     )
     if options.vary is None:
-        return "concurrency", sweep(base, "concurrency", options.concurrency)
-    name, equals, values = options.vary.partition("=")
-    if not equals:
-        raise UsageError(f"{options.vary!r} is not NAME=N,...", where="--vary")
-    try:
-        numbers = integer_list(values)
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(str(error), where="--vary") from None
-    name = name.strip().replace("-", "_")
-    return name, sweep(base, name, numbers)
+        return [("concurrency", sweep(base, "concurrency", options.concurrency))]
+    sweeps = []
+    for text in options.vary:
+        name, equals, values = text.partition("=")
+        if not equals:
+            raise UsageError(f"{text!r} is not NAME=N,...", where="--vary")
+        try:
+            numbers = integer_list(values)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(str(error), where="--vary") from None
+        name = name.strip().replace("-", "_")
+        sweeps.append((name, sweep(base, name, numbers)))
+    return sweeps
 
 
 def _measurement(
