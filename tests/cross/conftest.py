@@ -10,6 +10,7 @@ from tiny_build import tree
 
 from deepinfer.compile import CompileResult, compile_model
 from deepinfer.kernels import native
+from deepinfer.passes import toolchain
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +40,12 @@ def cross_build(
 def cross_files(cross_build: CompileResult) -> dict[str, bytes]:
     """Its files by relative path."""
     return tree(cross_build.out_dir)
+
+
+@pytest.fixture(scope="session")
+def driver_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a library of the driver's name, its symbols and nothing in them."""
+    folder = tmp_path_factory.mktemp("driver")
+    toolchain._driver_stub(folder)
+    (folder / "driver" / "libcuda.so").rename(folder / "libcuda.so.1")
+    return folder

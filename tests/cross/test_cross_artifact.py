@@ -9,34 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from card_build import OPTIONS, architecture, machine_codes
+from card_build import CROSS_BUILDS, GRAPHS, OPTIONS, architecture, machine_codes
 from tiny_build import tree
 
 from deepinfer.artifacts import describe, open_artifact, read_certificate, render
 from deepinfer.cli import diff as diff_command
 from deepinfer.compile import CompileResult, compile_model
-from deepinfer.errors import ArtifactMismatchError, LoweringError
+from deepinfer.errors import ArtifactMismatchError
 from deepinfer.passes import toolchain
-from deepinfer.passes.cuda_target import check_builder
 from deepinfer.runtime.loader import load_artifact
 
-
-def _cannot_build() -> str:
-    """Why this environment builds for no card; empty if it does."""
-    try:
-        check_builder()
-        toolchain._cuda_file("include/cuda.h")
-    except LoweringError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(_cannot_build()), reason=_cannot_build() or "can build"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a card"),
-]
-GRAPHS = ("decode-4", "logits-4", "prefill-16")
+pytestmark = CROSS_BUILDS
 
 
 def test_the_manifest_says_what_it_is_for(cross_build: CompileResult) -> None:
@@ -86,15 +69,6 @@ def test_no_path_of_the_builder_is_in_the_files(
     for place in (cross_build.out_dir.parent, toolchain.TORCH_DIR, Path.cwd(), Path.home()):
         found = [path for path, content in cross_files.items() if str(place).encode() in content]
         assert not found, (place, found)
-
-
-@pytest.fixture(scope="module")
-def driver_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a library of the driver's name, its symbols and nothing in them."""
-    folder = tmp_path_factory.mktemp("driver")
-    toolchain._driver_stub(folder)
-    (folder / "driver" / "libcuda.so").rename(folder / "libcuda.so.1")
-    return folder
 
 
 @pytest.mark.parametrize("name", GRAPHS)

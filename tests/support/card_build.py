@@ -3,11 +3,18 @@
 import struct
 from collections.abc import Iterator
 
+import pytest
+import torch
+
+from deepinfer.errors import LoweringError
+from deepinfer.passes import toolchain
+from deepinfer.passes.cuda_target import check_builder
 from deepinfer.settings import CompileConfig
 
 OPTIONS = CompileConfig(
     target="cuda:sm_90", precision="native", decode_rows=(4,), prefill_tokens=(16,), max_num_seqs=4, jobs=1
 )
+GRAPHS = ("decode-4", "logits-4", "prefill-16")  # of such a build
 _ELF_CUDA = 190  # EM_CUDA
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 
@@ -27,3 +34,20 @@ def machine_codes(content: bytes) -> Iterator[bytes]:
         if header[2] == _ELF_CUDA:
             yield content[start : start + sections + size * count]
         start = content.find(b"\x7fELF", start + 4)
+
+
+def _cannot_build() -> str:
+    """Why this environment builds for no card; empty if it does."""
+    try:
+        check_builder()
+        toolchain._cuda_file("include/cuda.h")
+    except LoweringError as error:
+        return str(error)
+    return ""
+
+
+CROSS_BUILDS = [  # marks of tests that build for a card where there is none
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_cannot_build()), reason=_cannot_build() or "can build"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a card"),
+]
