@@ -5,6 +5,7 @@ Owns text, progress, threads and the order of results; the work is the engine's.
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,6 +177,13 @@ class LLM:
         options: tools, add_generation_prompt (True), continue_final_message (False), reasoning_effort, see
         `ChatFormat.encode`. Raises RequestError.
         """
+        known = [
+            name for name in inspect.signature(self._inputs.encode_chat).parameters if name != "messages"
+        ]
+        if unknown := [name for name in options if name not in known]:
+            raise RequestError(
+                f"{unknown[0]!r} is no option", where="chat", action=f"one of {', '.join(known)}"
+            )
         return self._inputs.encode_chat(messages, **options)
 
     def answer_message(self, text: str) -> dict[str, str]:

@@ -502,7 +502,8 @@ def test_trust_records_the_id_of_a_sound_artifact(
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        (b"", "is not a JSON object"),
+        (b"", "is blank"),
+        (b" \r", "is blank"),
         (b"hello", "is not a JSON object"),
         (b"[1, 2]", "object"),
         (b"{}", "exactly one of"),
@@ -534,6 +535,8 @@ def test_a_wrong_line_of_a_prompts_file_is_named(line: bytes, fault: str, tmp_pa
 def test_a_good_prompts_file_is_read_in_order_and_an_empty_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "h\\u00e9"}\r\n{"prompt_token_ids": [0, 511]}')
+    assert read_prompts(path) == ["hé", [0, 511]]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as some editors begin a file
     assert read_prompts(path) == ["hé", [0, 511]]
     path.write_text("\n")
     with pytest.raises(UsageError, match="holds no prompts"):

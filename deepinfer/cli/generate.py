@@ -116,6 +116,8 @@ def collector_paused() -> Iterator[None]:
 def _streams(options: argparse.Namespace, num_prompts: int) -> bool:
     """Whether text is printed as it comes. Raises UsageError where that cannot be."""
     single = num_prompts == 1 and options.n == 1 and not options.json
+    if options.stream and options.json:
+        raise UsageError("prints text as it comes, --json a whole answer: use one of them", where="--stream")
     if options.stream and not single:
         raise UsageError("is for the text of a single answer", where="--stream")
     return options.stream or (sys.stdout.isatty() and single)

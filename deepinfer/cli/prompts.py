@@ -3,6 +3,7 @@
 Owns the syntax and its limits; whether an id or a length suits the model is for the engine to say.
 """
 
+import codecs
 import json
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if len(data) > MAX_FILE_BYTES:
         raise UsageError(f"is larger than {MAX_FILE_BYTES} bytes", where=str(path))
-    lines = data.removesuffix(b"\n").split(b"\n")
+    lines = data.removeprefix(codecs.BOM_UTF8).removesuffix(b"\n").split(b"\n")
     if not data.strip():
         raise UsageError("holds no prompts", where=str(path))
     if len(lines) > MAX_PROMPTS:
@@ -65,6 +66,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _read_line(line: bytes, where: str) -> Prompt:
     if len(line) > MAX_LINE_BYTES:
         raise RequestError(f"is longer than {MAX_LINE_BYTES} bytes", where=where)
+    if not line.strip():
+        raise RequestError("is blank: every line is a prompt", where=where)
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
         parsed = msgspec.convert(value, _PromptLine, strict=True)

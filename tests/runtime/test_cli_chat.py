@@ -93,7 +93,7 @@ def test_a_stream_prints_what_the_whole_prints(
             assert main_command.main([*flags, "--prompt", "w3 w4 w5", *more, *stream]) == 0
             assert capsys.readouterr().out == f"{text}\n"
     assert main_command.main([*flags, "--prompt", "w3", "--stream", "--json"]) == 2
-    assert "--stream" in capsys.readouterr().err
+    assert "--stream: prints text as it comes, --json a whole answer" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_the_text_piece_by_piece(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

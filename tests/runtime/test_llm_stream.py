@@ -136,6 +136,8 @@ def test_a_conversation_is_generated_like_its_token_ids(
     llm = LLM(tmp_path / "out", num_threads=1, trust_store=store)
     messages = [{"role": "user", "content": "w3"}, {"role": "user", "content": "w4"}]
     assert llm.encode_chat(messages) == [3, 2, 4, 2]
+    with pytest.raises(RequestError, match="'foo' is no option.*reasoning_effort"):
+        llm.chat(messages, sampled(), foo=1)
     expected = llm.generate([[3, 2, 4, 2]], sampled())[0]
     assert parts(llm.chat(messages, sampled())[0]) == parts(expected)
     assert len(llm.chat([messages, messages], sampled())) == 2
