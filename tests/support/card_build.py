@@ -16,13 +16,17 @@ OPTIONS = CompileConfig(
 )
 GRAPHS = ("decode-4", "logits-4", "prefill-16")  # of such a build
 _ELF_CUDA = 190  # EM_CUDA
+_ABI_VERSION = 8  # place in the header of the version that says how flags are laid out
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 
 
 def architecture(code: bytes) -> tuple[int, bool]:
     """Compute capability that machine code is for, as 90, and whether it is for that one alone (`sm_90a`)."""
     flags = _HEADER.unpack_from(code)[7]
-    return flags & 0xFF, bool(flags & 0x800)  # EF_CUDA_SM, EF_CUDA_ACCELERATORS
+    if code[_ABI_VERSION] < 8:
+        return flags & 0xFF, bool(flags & 0x800)  # EF_CUDA_SM, EF_CUDA_ACCELERATORS
+    number = (flags >> 8) & 0xFF
+    return number, b"-arch sm_%da " % number in code  # the note of how it was assembled
 
 
 def machine_codes(content: bytes) -> Iterator[bytes]:
