@@ -21,6 +21,7 @@ import torch
 from bench_step import MODELS
 from harness import Comparison, Line, Spread, compare, in_units
 
+from deepinfer.benchmark_report import headless_pyplot
 from deepinfer.compile import compile_model
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.loader import LoadedArtifact, load_artifact
@@ -95,9 +96,8 @@ def _prefilled(loaded: LoadedArtifact, lengths: Sequence[int]) -> list[Request]:
     engine, numbers = Engine(loaded.runner), np.random.default_rng(3)
     params = SamplingParams(max_tokens=MORE_TOKENS, temperature=0, ignore_eos=True)
     requests = {}
-    for place in sorted(
-        range(len(lengths)), key=lambda place: -lengths[place]
-    ):  # the first ones grow meanwhile
+    # the longest first: those that are there grow while others are prefilled
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         requests[place] = engine.add_request(numbers.integers(3, 3000, lengths[place]).tolist(), params)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
@@ -141,8 +141,7 @@ def _by_prompt(loaded: LoadedArtifact) -> Comparison:
 
 def draw(drawn: Sequence[Curve], path: Path) -> None:
     """One picture per curve: medians and quartiles in milliseconds, and what linear growth would be."""
-    from matplotlib import pyplot  # a benchmark runs without it
-
+    pyplot = headless_pyplot()
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(4.6 * len(drawn), 4), layout="constrained")
     for axis, (name, sizes, times) in zip(axes, drawn, strict=True):
         spreads = [times.seconds(str(size)) for size in sizes]

@@ -45,13 +45,11 @@ _SIZES = {
     "o_lora_rank": 64,
     "n_routed_experts": 16,
 }
-# VmHWM is of this process alone; what getrusage says is inherited from the one that started it
 _PEAK = """
 import sys
-from pathlib import Path
 {body}
-lines = Path("/proc/self/status").read_text().splitlines()
-print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024)
+from deepinfer.peak_memory import peak_memory_bytes
+print(peak_memory_bytes())
 """
 _OURS = """
 from deepinfer import LLM, SamplingParams

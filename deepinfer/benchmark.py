@@ -41,9 +41,9 @@ loaded = time.perf_counter()
 llm.generate([[3, 4, 5]], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
 first = time.perf_counter()
 import json
-status = open("/proc/self/status").read().split()
+from deepinfer.peak_memory import peak_memory_bytes
 print(json.dumps({
-    "peak": int(status[status.index("VmHWM:") + 1]) * 1024,
+    "peak": peak_memory_bytes(),
     "import torch": imported - start,
     "other imports, open and load": loaded - imported,
     "first token": first - loaded,
@@ -161,7 +161,7 @@ def startup(artifact: Path, num_threads: int, repeats: int = 5) -> dict[str, Any
         "load_seconds": {
             name: statistics.median(part["parts"][name] for part in parts) for name in parts[0]["parts"]
         },
-        "peak_memory_bytes": max(part["peak"] for part in parts),
+        "peak_memory_bytes": max((part["peak"] for part in parts if part["peak"]), default=None),
     }
 
 
@@ -205,15 +205,6 @@ def sweep(workload: Workload, name: str, values: Iterable[int]) -> list[Workload
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
-
-
-def peak_memory_bytes() -> int | None:
-    """The most memory that this process has had resident so far; None where the system does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _engine(llm: LLM, workload: Workload) -> Engine:

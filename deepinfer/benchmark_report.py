@@ -82,7 +82,7 @@ def memory_text(peak_bytes: int | None) -> str:
 
 def plot_latency(sweeps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], path: Path) -> None:
     """Two pictures per sweep: times against what was varied, and the parts of a step stacked."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     figure, rows = pyplot.subplots(
         len(sweeps), 2, figsize=(11, 4.5 * len(sweeps)), layout="constrained", squeeze=False
     )
@@ -118,7 +118,8 @@ def _spread(summary: Mapping[str, Any] | None) -> str:
     )
 
 
-def _pyplot() -> Any:
+def headless_pyplot() -> Any:
+    """matplotlib's pyplot, for files alone. Raises UsageError where it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:

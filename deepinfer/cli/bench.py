@@ -16,6 +16,7 @@ from deepinfer.cli.common import (
     write_report,
 )
 from deepinfer.errors import UsageError
+from deepinfer.peak_memory import peak_memory_bytes
 from deepinfer.settings import UNSET, load_settings
 
 if TYPE_CHECKING:
@@ -167,8 +168,6 @@ def _report() -> Any:
 
 
 def _print(options: argparse.Namespace, figures: dict[str, Any], text: str) -> int:
-    from deepinfer.benchmark import peak_memory_bytes
-
     # of this process, unless the figures are those of others
     figures = {"kind": options.kind, "peak_memory_bytes": peak_memory_bytes(), **figures}
     text = f"{text}\n\n{_report().memory_text(figures['peak_memory_bytes'])}"

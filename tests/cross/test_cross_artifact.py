@@ -1,15 +1,21 @@
 """A whole artifact for a card, made where there is none; `make cross` has what that needs."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from card_build import CROSS_BUILDS, GRAPHS, OPTIONS, architecture, machine_codes
+from card_build import (
+    CROSS_BUILDS,
+    GRAPHS,
+    OPTIONS,
+    architecture,
+    loader_environment,
+    machine_codes,
+    open_with_every_symbol,
+)
 from tiny_build import tree
 
 from deepinfer.artifacts import describe, open_artifact, read_certificate, render
@@ -76,15 +82,12 @@ def test_every_symbol_is_found_in_the_libraries_of_torch(
     name: str, cross_build: CompileResult, driver_stand_in: Path
 ) -> None:
     shared_object = cross_build.out_dir / "graphs" / name / "model.so"
-    cuda = toolchain.TORCH_DIR.parent / "nvidia"
-    folders = [driver_stand_in, toolchain.TORCH_DIR / "lib", *sorted(cuda.glob("*/lib"))]
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, folders))}
+    environment = loader_environment(driver_stand_in)
     linked = subprocess.run(["ldd", "-r", shared_object], capture_output=True, text=True, env=environment)
     assert linked.returncode == 0, linked.stderr
     faults = [line for line in (linked.stdout + linked.stderr).splitlines() if "undefined" in line]
     assert not faults and "not found" not in linked.stdout
-    opening = "import ctypes, os, sys, torch; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW)"
-    subprocess.run([sys.executable, "-P", "-c", opening, shared_object], check=True, env=environment)
+    open_with_every_symbol([shared_object], environment)
 
 
 def test_only_known_functions_of_the_driver_are_called(cross_build: CompileResult) -> None:

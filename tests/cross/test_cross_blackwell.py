@@ -1,21 +1,25 @@
 """The same model for the other architecture: its own machine code, complete, refused without such a card."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from card_build import CROSS_BUILDS, GRAPHS, OPTIONS, architecture, machine_codes
+from card_build import (
+    CROSS_BUILDS,
+    GRAPHS,
+    OPTIONS,
+    architecture,
+    loader_environment,
+    machine_codes,
+    open_with_every_symbol,
+)
 from tiny_build import tree
 
 from deepinfer.artifacts import open_artifact
 from deepinfer.compile import CompileResult, compile_model
 from deepinfer.errors import ArtifactMismatchError
-from deepinfer.passes import toolchain
 from deepinfer.runtime.loader import load_artifact
 
 pytestmark = CROSS_BUILDS
@@ -51,12 +55,8 @@ def test_it_holds_machine_code_of_its_architecture_alone(build: CompileResult) -
 
 
 def test_every_symbol_is_found(build: CompileResult, driver_stand_in: Path) -> None:
-    cuda = toolchain.TORCH_DIR.parent / "nvidia"
-    folders = [driver_stand_in, toolchain.TORCH_DIR / "lib", *sorted(cuda.glob("*/lib"))]
-    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, folders))}
-    opening = "import ctypes, os, sys, torch; [ctypes.CDLL(path, mode=os.RTLD_NOW) for path in sys.argv[1:]]"
-    paths = [str(build.out_dir / "graphs" / name / "model.so") for name in GRAPHS]
-    subprocess.run([sys.executable, "-P", "-c", opening, *paths], check=True, env=environment)
+    shared_objects = [build.out_dir / "graphs" / name / "model.so" for name in GRAPHS]
+    open_with_every_symbol(shared_objects, loader_environment(driver_stand_in))
 
 
 def test_it_is_refused_here(build: CompileResult) -> None:

@@ -10,6 +10,7 @@ from fake_graphs import fake_limits, fake_runner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording_device import DeviceFault
+from request_outcome import outcome
 
 from deepinfer.runtime.engine import Engine
 from deepinfer.runtime.limits import Limits
@@ -39,16 +40,6 @@ def contents(runner: FakeCard | CpuModelRunner) -> tuple[bytes, bytes]:
         runner.device.wait()
     blocks, slots = arenas.blocks[arenas.block_bytes :], arenas.slots[arenas.slot_bytes :]
     return blocks.numpy().tobytes(), slots.numpy().tobytes()
-
-
-def outcome(request: Request) -> tuple:
-    return (
-        request.output_token_ids,
-        request.logprobs,
-        request.prompt_logprobs,
-        request.finish_reason,
-        request.stop_reason,
-    )
 
 
 class Pair:

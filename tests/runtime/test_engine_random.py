@@ -16,6 +16,7 @@ from fake_card import fake_card
 from fake_graphs import fake_limits, fake_runner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from request_outcome import outcome
 
 from deepinfer.errors import RequestError, ResourceError
 from deepinfer.runtime.engine import Engine
@@ -45,17 +46,6 @@ OPTIONS: list[dict] = [
     {"golden_token_ids": [9, 8, 7, 6], "logprobs": 2},
     {"n": 3, "logprobs": 1},
 ]
-
-
-def outcome(request: Request) -> tuple:
-    """All that a request gives, exactly."""
-    return (
-        request.output_token_ids,
-        request.logprobs,
-        request.prompt_logprobs,
-        request.finish_reason,
-        request.stop_reason,
-    )
 
 
 def run_all(engine: Engine) -> Counter[str]:

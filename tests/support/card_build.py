@@ -1,7 +1,11 @@
 """What tests for graphics cards build, and the machine code inside it."""
 
+import os
 import struct
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +52,21 @@ def _cannot_build() -> str:
     except LoweringError as error:
         return str(error)
     return ""
+
+
+def loader_environment(driver_stand_in: Path) -> dict[str, str]:
+    """The environment in which the system finds the libraries of torch, and a driver that does nothing."""
+    cuda = toolchain.TORCH_DIR.parent / "nvidia"
+    folders = [driver_stand_in, toolchain.TORCH_DIR / "lib", *sorted(cuda.glob("*/lib"))]
+    return {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, folders))}
+
+
+def open_with_every_symbol(shared_objects: Sequence[Path], environment: dict[str, str]) -> None:
+    """Opens them in a process of its own, with every symbol looked up at once; fails if one is not found."""
+    code = "import ctypes, os, sys, torch; [ctypes.CDLL(path, mode=os.RTLD_NOW) for path in sys.argv[1:]]"
+    command = [sys.executable, "-P", "-c", code, *map(str, shared_objects)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 CROSS_BUILDS = [  # marks of tests that build for a card where there is none
